@@ -1,0 +1,239 @@
+"""The arguments every run has, the sizes derived from them, and checks that answer in one line."""
+
+import contextlib
+import functools
+import io
+import math
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self, TypeVar
+
+import tyro
+
+from cleanba.core import envs
+from cleanba.core.topology import Topology, TopologyError
+
+INSTEAD = {
+    "--local-num-envs": "--num-envs, the number of all environments, however many devices and processes there are",
+    "--num-actor-devices": "--topology, such as a0,1-l2,3-d1",
+    "--distributed": "--topology, such as a0-l0-d2 for two processes",
+    "--cuda": "JAX's own choice of device, or JAX_PLATFORMS=cpu",
+    "--capture-video": "--save-model, then `cleanba eval RUN`",
+}
+
+
+def usage_error(message: str) -> NoReturn:
+    """Bad input: one line that says what is wrong and what would work, and exit status 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@dataclass(frozen=True)
+class MachineArgs:
+    """Where and how a run is carried out. None of these changes a number that is learned."""
+
+    topology: str = ""
+    """which devices act and learn, in how many processes: a0-l1,2,3-d1 (default: a0-l0-d1)"""
+    actor_device_ids: tuple[int, ...] = ()
+    """the same as the a-part of the topology, such as 0 1"""
+    learner_device_ids: tuple[int, ...] = ()
+    """the same as the l-part of the topology, such as 2 3"""
+    num_actor_threads: int = 1
+    """actor threads on each actor device; the shards are shared out among them"""
+    env_threads: int = 1
+    """EnvPool threads for each actor thread"""
+    collect: Literal["auto", "fused", "stepwise"] = "auto"
+    """fused: a rollout is one jitted call through EnvPool's XLA interface; stepwise: a Python loop"""
+    run_dir: str = ""
+    """where the run's files go (default: runs/ENV__NAME__SEED__TIME)"""
+    exp_name: str = ""
+    """the NAME in that (default: the algorithm file's)"""
+    save_model: bool = False
+    """at the end: save the parameters, evaluate them on fresh environments, draw the learning curve"""
+    eval_episodes: int = 20
+    """episodes of that evaluation"""
+    track: bool = False
+    """log to Weights & Biases too (WANDB_MODE=offline works without a network)"""
+    wandb_project_name: str = "cleanba"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team"""
+
+
+@dataclass(frozen=True)
+class CoreArgs(MachineArgs):
+    """The experiment: with the algorithm file it decides every number."""
+
+    env_id: str = "CartPole-v1"
+    """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
+    engine: Literal["auto", "envpool", "gymnasium"] = "auto"
+    """who steps the environments; auto: EnvPool if it has this one"""
+    atari_protocol: Literal["machado", "classic"] = "machado"
+    """machado: sticky actions, all 18 actions, whole games; classic: the wrappers of the DQN and PPO papers"""
+    seed: int = 1
+    """seed of everything"""
+    total_timesteps: int = 500_000
+    """environment steps of the run; it is cut to whole updates"""
+    num_envs: int = 64
+    """environments, over all devices and processes"""
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    num_shards: int = 8
+    """parts that environments and gradients are computed in; the largest number of learners the run can be spread over"""
+    concurrency: bool = True
+    """collect rollout n with version n-1 while update n-1 runs; without: wait for version n"""
+    cpu_threads: int = 2
+    """threads of XLA's pool on the CPU: an experiment's, since the order of a sum depends on it"""
+
+    @property
+    def envs_per_shard(self) -> int:
+        """B"""
+        return self.num_envs // self.num_shards
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of all rollouts of an update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Whole updates that fit into the steps asked for."""
+        return self.total_timesteps // self.batch_size
+
+    @functools.cached_property
+    def layout(self) -> Topology:
+        """The topology, from whichever arguments named it."""
+        if self.topology:
+            return Topology.parse(self.topology)
+        return Topology(self.actor_device_ids or (0,), self.learner_device_ids or (0,))
+
+    @property
+    def env_spec(self) -> envs.EnvSpec:
+        """What the environment shows and takes."""
+        return envs.make_spec(self.env_id, self.engine, self.atari_protocol)
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """The arguments that change numbers."""
+        machine = {field.name for field in fields(MachineArgs)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in machine}
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The arguments that do not."""
+        return {field.name: getattr(self, field.name) for field in fields(MachineArgs)}
+
+    def check(self) -> Self:
+        """Exit with one line if these arguments cannot be run; an algorithm adds its own checks."""
+        for name, value in (self.experiment | self.machine).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                usage_error(f"{option(name)} {value} must be a number that is not negative")
+        for name in ("num_envs", "num_steps", "num_shards", "cpu_threads", "num_actor_threads", "env_threads"):
+            self.check_that(getattr(self, name) > 0, f"{option(name)} must be at least 1")
+        self.check_that(self.seed < 2**32, f"--seed {self.seed} is too large; the largest is {2**32 - 1}")
+        self.check_divides("num_shards", "num_envs", self.num_envs)
+        self.check_that(
+            self.num_updates > 0,
+            f"--total-timesteps {self.total_timesteps} is less than one update of {self.batch_size} steps "
+            f"(--num-envs {self.num_envs} x --num-steps {self.num_steps})",
+        )
+        self.check_topology()
+        try:
+            engine = self.env_spec.engine
+        except envs.EnvError as error:
+            usage_error(f"--env-id: {error}")
+        fused_elsewhere = self.collect == "fused" and engine == "gymnasium"
+        self.check_that(not fused_elsewhere, "--collect fused needs EnvPool; use --collect auto with Gymnasium")
+        return self
+
+    def check_topology(self) -> None:
+        """The topology is written rightly, and its devices can share the shards."""
+        both = self.topology and (self.actor_device_ids or self.learner_device_ids)
+        self.check_that(not both, "give --topology or --actor-device-ids and --learner-device-ids, not both")
+        try:
+            layout = Topology.parse(str(self.layout))
+        except TopologyError as error:
+            usage_error(str(error))
+        learners, threads = len(layout.learners), len(layout.actors) * self.num_actor_threads
+        self.check_that(
+            layout.processes == 1, f"topology {layout}: several processes are not there yet; use -d1 with more learners"
+        )
+        if self.num_shards % learners:
+            fitting = [str(n) for n in range(1, self.num_shards + 1) if self.num_shards % n == 0]
+            usage_error(
+                f"topology {layout}: {learners} learners cannot share --num-shards {self.num_shards} evenly; "
+                f"use {', '.join(fitting)} learners or another --num-shards"
+            )
+        self.check_that(
+            threads <= self.num_shards,
+            f"topology {layout}: {threads} actor threads for --num-shards {self.num_shards}; "
+            "use fewer actor devices or a smaller --num-actor-threads",
+        )
+
+    def check_that(self, condition: object, message: str) -> None:
+        """Exit with this line unless the condition holds."""
+        if not condition:
+            usage_error(message)
+
+    def check_parts(self, rows: int, parts: int) -> None:
+        """Exit unless a shard's rows go evenly into minibatches and their parts."""
+        self.check_that(
+            parts and rows % parts == 0,
+            f"a shard's {rows} rows (--num-envs {self.num_envs}, --num-shards {self.num_shards}, --num-steps "
+            f"{self.num_steps}) do not go evenly into {parts} parts (minibatches x gradient accumulation steps)",
+        )
+
+    def check_discrete(self) -> None:
+        """Exit unless the environment's actions are discrete."""
+        try:
+            _ = self.env_spec.num_actions
+        except envs.EnvError as error:
+            usage_error(f"--env-id {self.env_id}: {error}")
+
+    def check_divides(self, divisor: str, what: str, value: int) -> None:
+        """Exit unless the argument `divisor` divides `value`, and say which neighbours of `value` would do."""
+        by = getattr(self, divisor)
+        if by == 0 or value % by:
+            below, above = (value // by * by, (value // by + 1) * by) if by else (0, 0)
+            near = f"{below} or {above}" if below else str(above)
+            usage_error(f"{option(divisor)} {by} does not divide {option(what)} {value}; {near} would do")
+
+
+A = TypeVar("A", bound=CoreArgs)
+
+
+def option(name: str) -> str:
+    """num_envs -> --num-envs, as it is typed; text that is no field's name stays as it is."""
+    return f"--{name.replace('_', '-')}" if name.isidentifier() else name
+
+
+def parse(cls: type[A], argv: list[str] | None = None) -> A:
+    """Read and check the command line, and start JAX as the topology wants it. Bad input: one line, exit status 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    for word in argv:
+        name = word.split("=")[0].replace("_", "-")
+        if name in INSTEAD:
+            usage_error(f"{name} is not used here; use {INSTEAD[name]}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = tyro.cli(cls, args=argv, description=sys.modules[cls.__module__].__doc__)
+    except SystemExit as error:
+        if error.code:
+            usage_error(_one_line(said.getvalue()))
+        raise
+    args.check()
+    try:
+        args.layout.start(args.cpu_threads)
+    except TopologyError as error:
+        usage_error(str(error))
+    return args
+
+
+def _one_line(box: str) -> str:
+    """The first and, if it suggests something, the second block of tyro's boxed message."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines() if line.startswith("│")]
+    blocks = [" ".join(block.split()) for block in "\n".join(lines).split("─" * 8) if block.strip("─ \n")]
+    wanted = [block.strip("─ ") for block in blocks if not block.strip("─ ").startswith(("Argument help", "For full"))]
+    return "; ".join(wanted) or "cannot read these arguments; see --help"

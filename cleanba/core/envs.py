@@ -1,0 +1,239 @@
+"""Environments of several shards behind one small interface, by EnvPool or by Gymnasium; the Atari protocols.
+
+An engine holds the shards of one actor thread. `step` answers one shard's actions with NumPy arrays; `xla_step`, where
+it is not None, does the same inside a jitted call. Both reset on the step after an end (see rollout.py).
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple, Protocol
+
+import envpool
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from cleanba.core.rollout import Outcome
+from cleanba.core.seeding import Role, env_seeds
+
+ATARI_PROTOCOLS: dict[str, dict[str, Any]] = {
+    # Machado et al. 2018 (arXiv:1709.06009), as the original Cleanba sets it; fire on reset is EnvPool's default.
+    "machado": dict(
+        repeat_action_probability=0.25,
+        full_action_space=True,
+        episodic_life=False,
+        noop_max=1,
+        max_episode_steps=27_000,
+        reward_clip=True,
+    ),
+    # The wrappers of the DQN and PPO papers.
+    "classic": dict(
+        repeat_action_probability=0.0,
+        full_action_space=False,
+        episodic_life=True,
+        noop_max=30,
+        max_episode_steps=27_000,
+        reward_clip=True,
+    ),
+}
+
+
+class EnvError(Exception):
+    """An environment that cannot be used, said in one line."""
+
+
+class EnvSpec(NamedTuple):
+    """What an environment shows and takes, and which engine runs it."""
+
+    engine: str
+    observation_space: Box
+    action_space: gymnasium.Space
+
+    @property
+    def num_actions(self) -> int:
+        """The number of discrete actions; an error where they are not discrete."""
+        if not isinstance(self.action_space, Discrete):
+            raise EnvError(f"this algorithm needs discrete actions, the environment has {self.action_space}")
+        return int(self.action_space.n)
+
+
+class Engine(Protocol):
+    """Environments of `shards`, each with B of them; `local` counts these shards from 0."""
+
+    handle: Any
+    xla_step: Callable[..., Any] | None
+
+    def reset(self) -> np.ndarray:
+        """The first observations, [number of shards, B, ...]."""
+
+    def step(self, local: int, action: np.ndarray) -> Outcome:
+        """Act in one shard."""
+
+    def close(self) -> None:
+        """Release the environments."""
+
+
+def make(args: Any, shards: Sequence[int], role: Role) -> Engine:
+    """The environments of these shards, seeded by their global indices."""
+    num_envs = args.envs_per_shard
+    indices = [shard * num_envs + i for shard in shards for i in range(num_envs)]
+    seeds = env_seeds(args.seed, role, indices)
+    if args.env_spec.engine == "gymnasium":
+        return GymnasiumEngine(args.env_id, num_envs, seeds, indices)
+    return EnvPoolEngine(args.env_id, args.atari_protocol, num_envs, seeds, args.env_threads)
+
+
+@functools.cache
+def _envpool_ids() -> frozenset[str]:
+    return frozenset(envpool.list_all_envs())
+
+
+@functools.cache
+def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
+    """Look an environment up without keeping it; `auto` prefers EnvPool. Raises EnvError."""
+    if engine == "auto":
+        engine = "envpool" if env_id in _envpool_ids() else "gymnasium"
+    if engine == "envpool" and env_id not in _envpool_ids():
+        raise EnvError(f"EnvPool has no environment {env_id!r}; try --engine gymnasium, or one like {_alike(env_id)}")
+    with warnings.catch_warnings():  # both libraries warn about the precision of bounds
+        warnings.simplefilter("ignore")
+        if engine == "envpool":
+            spec = envpool.make_spec(env_id, **_envpool_options(env_id, protocol))
+            observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
+        else:
+            try:
+                env = gymnasium.make(env_id)
+            except (gymnasium.error.Error, ImportError) as error:
+                reason = " ".join(str(error).split())
+                raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
+            observation_space, action_space = env.observation_space, env.action_space
+            env.close()
+    if not isinstance(observation_space, Box):
+        raise EnvError(f"{env_id!r} shows {observation_space}; an observation must be one array (a Box space)")
+    if not isinstance(action_space, Discrete | Box):
+        raise EnvError(f"{env_id!r} takes {action_space}; an action must be Discrete or a Box")
+    return EnvSpec(engine, observation_space, action_space)
+
+
+def _alike(env_id: str) -> str:
+    """Names of EnvPool's that look like this one."""
+    known = [*get_close_matches(env_id, _envpool_ids(), 3, 0.6), "CartPole-v1", "Pong-v5"]
+    return ", ".join(dict.fromkeys(known))
+
+
+def _envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
+    is_atari = "repeat_action_probability" in envpool.make_spec(env_id).config._fields
+    return ATARI_PROTOCOLS[protocol] if is_atari else {}
+
+
+class EnvPoolEngine:
+    """One EnvPool for all shards: only one shard's actions are under way at a time, so the batch that returns is its own.
+
+    One pool rather than one a shard, because EnvPool's XLA functions are bound to their pool: so one compiled rollout
+    serves all shards of a thread.
+    """
+
+    def __init__(self, env_id: str, protocol: str, num_envs: int, seeds: Sequence[int], num_threads: int):
+        self._ids = np.arange(len(seeds), dtype=np.int32).reshape(-1, num_envs)  # [shards, B]
+        options = _envpool_options(env_id, protocol)
+        self._lives = options.get("episodic_life", False)
+        self._atari = bool(options)
+        self._pool = envpool.make(
+            env_id,
+            env_type="gymnasium",
+            num_envs=len(seeds),
+            batch_size=num_envs,
+            num_threads=min(num_threads, num_envs),
+            seed=list(seeds),
+            **options,
+        )
+        dtypes = {np.dtype(spec.dtype) for spec in self._pool.spec.state_array_spec.values()}
+        dtypes |= {np.dtype(spec.dtype) for spec in self._pool.spec.action_array_spec.values()}
+        # EnvPool has no XLA functions on other systems, and none of 64 bits while JAX runs with 32.
+        can_fuse = sys.platform == "linux" and all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes)
+        self.xla_step = self._make_xla_step() if can_fuse else None
+        self._action_dtype = self._pool.action_space.dtype
+
+    def reset(self) -> np.ndarray:
+        self._pool.async_reset()
+        batches = [self._pool.recv() for _ in self._ids]
+        order = np.argsort(np.concatenate([info["env_id"] for *_, info in batches]))
+        obs = np.concatenate([obs for obs, *_ in batches])[order]
+        return _narrow(obs.reshape(*self._ids.shape, *obs.shape[1:]))
+
+    def step(self, local: int, action: np.ndarray) -> Outcome:
+        self._pool.send(action.astype(self._action_dtype), self._ids[local])
+        return jax.tree.map(_narrow, self._outcome(self._pool.recv(), np))
+
+    def _make_xla_step(self) -> Callable[..., Any]:
+        handle, recv, send, _ = self._pool.xla()
+        self.handle = jnp.asarray(handle)
+
+        def xla_step(handle: jax.Array, local: jax.Array, action: jax.Array) -> tuple[jax.Array, Outcome]:
+            action = action.astype(self._action_dtype)
+            handle, batch = recv(send(handle, action, jnp.asarray(self._ids)[local]))
+            return handle, self._outcome(batch, jnp)
+
+        return xla_step
+
+    def _outcome(self, batch: tuple, numpy: Any) -> Outcome:
+        obs, reward, terminated, truncated, info = batch
+        score = info["reward"] if self._atari else reward
+        # With episodic life a lost life terminates; only `info` then tells whether the game itself is over.
+        over = (info["terminated"].astype(bool) if self._lives else terminated) | truncated
+        order = numpy.argsort(info["env_id"])  # several EnvPool threads finish in any order
+        return Outcome(*(x[order] for x in (obs, reward, terminated, truncated, score, over)))
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _Named(gymnasium.Wrapper):
+    """Says which environment failed, and at which step: Gymnasium's vector environment does not."""
+
+    def __init__(self, env: gymnasium.Env, index: int):
+        super().__init__(env)
+        self._index, self._steps = index, 0
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        try:
+            return super().step(action)
+        except Exception as error:
+            where = f"environment {self._index} of {self.spec.id if self.spec else self.env} at its step {self._steps}"
+            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+class GymnasiumEngine:
+    """Gymnasium's synchronous vector environment, one a shard."""
+
+    handle, xla_step = None, None
+
+    def __init__(self, env_id: str, num_envs: int, seeds: Sequence[int], indices: Sequence[int]):
+        blocks = [slice(i, i + num_envs) for i in range(0, len(indices), num_envs)]
+        makers = [lambda index=index: _Named(gymnasium.make(env_id), index) for index in indices]
+        self._shards = [gymnasium.vector.SyncVectorEnv(makers[block]) for block in blocks]
+        self._seeds = [list(seeds[block]) for block in blocks]
+
+    def reset(self) -> np.ndarray:
+        pairs = zip(self._shards, self._seeds, strict=True)
+        return np.stack([_narrow(envs.reset(seed=seeds)[0]) for envs, seeds in pairs])
+
+    def step(self, local: int, action: np.ndarray) -> Outcome:
+        obs, reward, terminated, truncated, _ = self._shards[local].step(action)
+        outcome = Outcome(obs, reward, terminated, truncated, score=reward, over=terminated | truncated)
+        return jax.tree.map(_narrow, outcome)
+
+    def close(self) -> None:
+        for envs in self._shards:
+            envs.close()
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """A copy in JAX's width: both engines may write their arrays again, and MuJoCo's observations have 64 bits."""
+    return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))

@@ -1,0 +1,97 @@
+"""Computing over shards so that the result cannot tell how many learners there are.
+
+An `update` runs once on every learner, on that learner's S / L shards. `each_shard` computes shard by shard at one
+fixed shape; `total` sums over all shards of all learners along one fixed tree. Nothing else may cross shards.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from cleanba.core.rollout import fenced
+from cleanba.core.seeding import Role, key
+from cleanba.core.topology import LEARNER, Topology
+
+
+class State(NamedTuple):
+    """What an update carries on: the same on every learner."""
+
+    params: Any  # published to the actors
+    opt_state: Any
+
+
+def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of each shard's slice of `trees`, [S / L, ...], one after another."""
+    return jax.lax.map(lambda slices: fenced(function)(*slices), trees)
+
+
+def accumulate(function: Callable[..., Any], tree: Any) -> Any:
+    """The sum of `function` over the slices of a leading axis, with the memory of one slice at a time."""
+    first, rest = jax.tree.map(lambda x: x[0], tree), jax.tree.map(lambda x: x[1:], tree)
+    add = partial(jax.tree.map, jnp.add)
+    return jax.lax.scan(lambda so_far, part: (add(so_far, function(part)), None), function(first), rest)[0]
+
+
+def total(tree: Any) -> Any:
+    """The sum over all shards, [S / L, ...] -> [...], on every learner.
+
+    The tree adds neighbours, then neighbouring sums, and so on. Where a learner holds a power of two of shards, its
+    own subtree is summed before it is sent; the additions are the same ones.
+    """
+
+    def sum_leaf(x: jax.Array) -> jax.Array:
+        if x.shape[0] & (x.shape[0] - 1) == 0:
+            x = _tree_sum(x)[None]
+        return _tree_sum(jax.lax.all_gather(x, LEARNER, tiled=True))
+
+    return jax.tree.map(sum_leaf, tree)
+
+
+def _tree_sum(x: jax.Array) -> jax.Array:
+    while x.shape[0] > 1:
+        pairs, rest = x[: x.shape[0] // 2 * 2], x[x.shape[0] // 2 * 2 :]
+        x = jnp.concatenate([fenced(jnp.add)(pairs[::2], pairs[1::2]), rest])
+    return x[0]
+
+
+class Learner:
+    """An algorithm's `update`, compiled for the learners of the run's topology."""
+
+    def __init__(self, update: Callable[..., tuple[State, dict]], run: Any):
+        self._args, self._lockstep = run.args, run.lockstep
+        self._topology: Topology = run.args.layout
+        specs = dict(in_specs=(P(), P(LEARNER), P()), out_specs=P(), check_vma=False)
+        self._update = jax.jit(jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs))
+
+    def init(self, init: Callable[..., State]) -> State:
+        """The first state, computed on one device and copied to all learners."""
+        state = jax.jit(partial(init, args=self._args))(key(self._args.seed, Role.INIT))
+        return self._topology.replicate(state)
+
+    def _step(self, update: Callable, state: State, rollouts: Any, n: jax.Array) -> tuple[State, dict, jax.Array]:
+        local = jax.tree.leaves(rollouts)[0].shape[0]
+        shards = jax.lax.axis_index(LEARNER) * local + jnp.arange(local)
+        keys = jax.vmap(lambda shard: key(self._args.seed, Role.LEARN, shard, n))(shards)
+        state, metrics = update(state, rollouts, keys, self._args)
+        finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)]).all()
+        return state, metrics, finite
+
+    def __call__(self, state: State, collected: Any, n: int) -> tuple[State, dict[str, float]]:
+        """Update n. Raises FloatingPointError rather than return parameters that are not finite."""
+        if collected.version != self._lockstep.version_for(n):
+            raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
+        compute = partial(self._update, state, collected.rollouts, jnp.uint32(n))
+        state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if not finite or not all(map(math.isfinite, metrics.values())):
+            terms = ", ".join(f"{name} = {value:.4g}" for name, value in metrics.items())
+            raise FloatingPointError(
+                f"update {n} diverged, its parameters were not published: {terms}. "
+                "Try a smaller --learning-rate, and look for infinite or NaN rewards and observations."
+            )
+        return state, metrics

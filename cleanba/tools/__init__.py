@@ -1,0 +1,1 @@
+"""What a researcher does with runs, behind the `cleanba` command."""
