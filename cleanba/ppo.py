@@ -162,11 +162,16 @@ def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
 
 def normalize(batch: Batch, args: Args) -> Batch:
     """Weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards of a minibatch."""
-    weight = batch.weight / jnp.maximum(1.0, total(each_shard(jnp.sum, batch.weight)))
-    mean = total(each_shard(lambda w, a: jnp.sum(w * a), weight, batch.advantage))
-    variance = total(each_shard(lambda w, a: jnp.sum(w * (a - mean) ** 2), weight, batch.advantage))
-    advantage = (batch.advantage - mean) / (jnp.sqrt(variance) + 1e-8) if args.norm_adv else batch.advantage
-    return batch._replace(weight=weight, advantage=advantage)
+    count = jnp.maximum(1.0, total(each_shard(lambda batch: jnp.sum(batch.weight, dtype=jnp.float32), batch)))
+    mean = total(each_shard(lambda batch: jnp.sum(batch.weight * batch.advantage), batch)) / count
+    deviation = total(each_shard(lambda batch: jnp.sum(batch.weight * (batch.advantage - mean) ** 2), batch))
+
+    def one_shard(batch: Batch) -> Batch:
+        advantage = (batch.advantage - mean) / (jnp.sqrt(deviation / count) + 1e-8)
+        advantage = advantage if args.norm_adv else batch.advantage
+        return batch._replace(advantage=advantage, weight=batch.weight / count)
+
+    return each_shard(one_shard, batch)
 
 
 def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:

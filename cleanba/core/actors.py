@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.core import envs
-from cleanba.core.rollout import Acted, Cursor, Episodes, EnvStep, Rollout, advance, assemble, fenced
+from cleanba.core.rollout import Acted, Cursor, Episodes, EnvStep, Rollout, advance, assemble
 from cleanba.core.seeding import Role, key
+from cleanba.core.shards import fenced
 from cleanba.core.topology import to_device
 
 

@@ -17,8 +17,6 @@ followed `action[t]`, also at an end, and the reset step is a row of its own wit
 
 from typing import Any, NamedTuple
 
-import jax
-
 Array = Any  # a NumPy or a JAX array: the functions here serve both
 
 
@@ -114,12 +112,3 @@ def assemble(start: Cursor, rows: Row, end: Cursor, numpy: Any) -> tuple[Rollout
     first = numpy.concatenate([rows.step.first, end.step.first[None]])
     consequence = (rows.reward, rows.terminated, rows.truncated, rows.valid)
     return Rollout(obs, first, rows.action, *consequence, rows.extras, start.carry), rows.episodes
-
-
-def fenced(function: Any) -> Any:
-    """`function` behind a fence: what the compiler makes of it does not depend on what stands around it."""
-
-    def inside(*args: Any) -> Any:
-        return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(args)))
-
-    return inside

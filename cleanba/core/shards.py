@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cleanba.core.rollout import fenced
 from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology
 
@@ -26,8 +25,44 @@ class State(NamedTuple):
 
 
 def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of each shard's slice of `trees`, [S / L, ...], one after another."""
-    return jax.lax.map(lambda slices: fenced(function)(*slices), trees)
+    """`function` of each shard's slice of `trees`, [S / L, ...], one after another.
+
+    This is `jax.lax.map` with a number of rounds that the compiler cannot see. It would inline a loop of one round, and
+    merge what then stands side by side: another order of rounding for a learner with one shard than for one with
+    several. (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.) A NaN or a zero key
+    in the first place adds a round, which computes the last shard again.
+    """
+    count = jax.tree.leaves(trees)[0].shape[0]
+
+    def slices(i: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), trees)
+
+    def one_round(i: jax.Array, results: Any) -> Any:
+        i = jnp.minimum(i, count - 1)
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+        return jax.tree.map(put, results, function(*slices(i)))
+
+    shapes = jax.eval_shape(function, *slices(0))
+    results = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, count + _unseen_zero(trees), one_round, results)
+
+
+def fenced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled by itself: what stands around it cannot change its rounding."""
+
+    def inside(*args: Any) -> Any:
+        result = each_shard(function, *jax.tree.map(lambda x: jnp.asarray(x)[None], args))
+        return jax.tree.map(lambda x: x[0], result)
+
+    return inside
+
+
+def _unseen_zero(trees: Any) -> jax.Array:
+    """Zero, all but surely, by a computation that the compiler cannot foresee."""
+    leaves = sorted(jax.tree.leaves(trees), key=lambda x: not jnp.issubdtype(x.dtype, jnp.floating))
+    leaf = jax.random.key_data(leaves[0]) if jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) else leaves[0]
+    value = leaf.ravel()[0]
+    return (value != value if jnp.issubdtype(leaf.dtype, jnp.floating) else value == 0).astype(jnp.int32)
 
 
 def accumulate(function: Callable[..., Any], tree: Any) -> Any:
@@ -46,8 +81,8 @@ def total(tree: Any) -> Any:
 
     def sum_leaf(x: jax.Array) -> jax.Array:
         if x.shape[0] & (x.shape[0] - 1) == 0:
-            x = _tree_sum(x)[None]
-        return _tree_sum(jax.lax.all_gather(x, LEARNER, tiled=True))
+            x = fenced(_tree_sum)(x)[None]
+        return fenced(_tree_sum)(jax.lax.all_gather(x, LEARNER, tiled=True))
 
     return jax.tree.map(sum_leaf, tree)
 
@@ -55,7 +90,7 @@ def total(tree: Any) -> Any:
 def _tree_sum(x: jax.Array) -> jax.Array:
     while x.shape[0] > 1:
         pairs, rest = x[: x.shape[0] // 2 * 2], x[x.shape[0] // 2 * 2 :]
-        x = jnp.concatenate([fenced(jnp.add)(pairs[::2], pairs[1::2]), rest])
+        x = jnp.concatenate([pairs[::2] + pairs[1::2], rest])
     return x[0]
 
 
