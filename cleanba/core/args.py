@@ -191,6 +191,12 @@ class CoreArgs(MachineArgs):
         except envs.EnvError as error:
             usage_error(f"--env-id {self.env_id}: {error}")
 
+    def check_frames(self) -> None:
+        """Exit unless the environment shows stacked 84 x 84 frames."""
+        shape = self.env_spec.observation_space.shape
+        fits = len(shape) == 3 and shape[1:] == (84, 84)
+        self.check_that(fits, f"--env-id {self.env_id}: shows {shape}, not stacked frames (4, 84, 84); try Pong-v5")
+
     def check_divides(self, divisor: str, what: str, value: int) -> None:
         """Exit unless the argument `divisor` divides `value`, and say which neighbours of `value` would do."""
         by = getattr(self, divisor)
