@@ -1,0 +1,56 @@
+"""Eight CPU devices and a fixed thread pool for all tests; JAX starts here, before any test can ask for other sizes."""
+
+import importlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["NPROC"] = "2"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
+    ]
+).strip()
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+assert jax.local_device_count() == 8  # this starts JAX
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # EnvPool describes spaces in 64 bits, Gymnasium keeps them in 32 and says so.
+    config.addinivalue_line("filterwarnings", "ignore:.*precision lowered by casting:UserWarning")
+
+
+@pytest.fixture(params=["ppo", "impala_atari"])
+def tiny(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An algorithm file with a linear network in place of its own: `module`, and `args(**changes)` of small sizes."""
+    return tiny_algorithm(request.param, monkeypatch)
+
+
+@pytest.fixture
+def tiny_ppo(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return tiny_algorithm("ppo", monkeypatch)
+
+
+@pytest.fixture
+def tiny_impala(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return tiny_algorithm("impala_atari", monkeypatch)
+
+
+def tiny_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    from synthetic import tiny_network  # not before JAX has started
+
+    module = importlib.import_module(f"cleanba.{name}")
+    monkeypatch.setattr(module, "network", tiny_network)
+    sizes = dict(num_envs=16, num_shards=2, num_steps=12, total_timesteps=10 * 16 * 12, num_minibatches=2, gamma=0.9)
+
+    def args(**changes: Any) -> Any:
+        return module.Args(**(sizes | changes))
+
+    return SimpleNamespace(name=name, module=module, args=args)

@@ -1,0 +1,65 @@
+"""Environments for tests, registered with Gymnasium on import: use them as `oracle_env:Oracle-v0`."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+GAMMA = 0.9
+POISON = 1000.0  # shown after a termination: whoever bootstraps from it is found out
+
+
+class Oracle(gymnasium.Env):
+    """Shows (exact remaining discounted return, step, is it over). Rewards do not depend on actions.
+
+    Half of the episodes are cut: the observation after the cut still tells what would have followed.
+    """
+
+    def __init__(self, gamma: float = GAMMA, longest: int = 9):
+        self.observation_space = Box(-np.inf, np.inf, (3,), np.float32)
+        self.action_space = Discrete(2)
+        self._gamma, self._longest = gamma, longest
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        length = int(self.np_random.integers(1, self._longest + 1))
+        self._cut = bool(self.np_random.random() < 0.5)
+        beyond = int(self.np_random.integers(1, 6)) if self._cut else 0
+        self._rewards = self.np_random.uniform(-1, 1, length + beyond)
+        self._length, self._t = length, 0
+        return self._look(), {}
+
+    def _look(self) -> np.ndarray:
+        following = self._rewards[self._t :]
+        remaining = float(np.sum(following * self._gamma ** np.arange(len(following))))
+        over = self._t == len(self._rewards)
+        return np.array([POISON if over else remaining, self._t, over], np.float32)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward = float(self._rewards[self._t])
+        self._t += 1
+        at_end = self._t == self._length
+        return self._look(), reward, at_end and not self._cut, at_end and self._cut, {}
+
+
+class Raises(gymnasium.Env):
+    """Raises at its step number `at`, counted over all episodes of five steps each."""
+
+    def __init__(self, at: int = 7):
+        self.observation_space, self.action_space = Box(-1, 1, (1,), np.float32), Discrete(2)
+        self._at, self._steps = at, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self._steps += 1
+        if self._steps == self._at:
+            raise ValueError("the pole fell off")
+        return np.zeros(1, np.float32), 1.0, self._steps % 5 == 0, False, {}
+
+
+gymnasium.register("Oracle-v0", "oracle_env:Oracle", disable_env_checker=True)
+gymnasium.register("Raises-v0", "oracle_env:Raises", disable_env_checker=True)
