@@ -1,18 +1,14 @@
 """The arguments every run has, the sizes derived from them, and checks that answer in one line."""
 
-import contextlib
 import functools
-import io
 import math
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, TypeVar
-
-import tyro
+from typing import Any, Literal, Self, TypeVar
 
 from cleanba.core import envs
 from cleanba.core.topology import Topology, TopologyError
+from cleanba.core.usage import read, usage_error
 
 INSTEAD = {
     "--local-num-envs": "--num-envs, the number of all environments, however many devices and processes there are",
@@ -21,12 +17,6 @@ INSTEAD = {
     "--cuda": "JAX's own choice of device, or JAX_PLATFORMS=cpu",
     "--capture-video": "--save-model, then `cleanba eval RUN`",
 }
-
-
-def usage_error(message: str) -> NoReturn:
-    """Bad input: one line that says what is wrong and what would work, and exit status 2."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 @dataclass(frozen=True)
@@ -80,11 +70,11 @@ class CoreArgs(MachineArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     num_shards: int = 8
-    """parts that environments and gradients are computed in; the largest number of learners the run can be spread over"""
+    """parts that environments and gradients are computed in; the largest number of learners"""
     concurrency: bool = True
     """collect rollout n with version n-1 while update n-1 runs; without: wait for version n"""
-    cpu_threads: int = 2
-    """threads of XLA's pool on the CPU: an experiment's, since the order of a sum depends on it"""
+    cpu_threads: int = 16
+    """threads of XLA's pool on the CPU, and the most virtual devices: the order of a sum depends on it"""
 
     @property
     def envs_per_shard(self) -> int:
@@ -159,12 +149,11 @@ class CoreArgs(MachineArgs):
         self.check_that(
             layout.processes == 1, f"topology {layout}: several processes are not there yet; use -d1 with more learners"
         )
-        if self.num_shards % learners:
-            fitting = [str(n) for n in range(1, self.num_shards + 1) if self.num_shards % n == 0]
-            usage_error(
-                f"topology {layout}: {learners} learners cannot share --num-shards {self.num_shards} evenly; "
-                f"use {', '.join(fitting)} learners or another --num-shards"
-            )
+        self.check_that(
+            learners <= self.num_shards,
+            f"topology {layout}: {learners} learners for --num-shards {self.num_shards}; "
+            f"use at most {self.num_shards} learners or a larger --num-shards",
+        )
         self.check_that(
             threads <= self.num_shards,
             f"topology {layout}: {threads} actor threads for --num-shards {self.num_shards}; "
@@ -221,25 +210,10 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
         name = word.split("=")[0].replace("_", "-")
         if name in INSTEAD:
             usage_error(f"{name} is not used here; use {INSTEAD[name]}")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            args = tyro.cli(cls, args=argv, description=sys.modules[cls.__module__].__doc__)
-    except SystemExit as error:
-        if error.code:
-            usage_error(_one_line(said.getvalue()))
-        raise
+    args = read(cls, argv, description=sys.modules[cls.__module__].__doc__)
     args.check()
     try:
         args.layout.start(args.cpu_threads)
     except TopologyError as error:
         usage_error(str(error))
     return args
-
-
-def _one_line(box: str) -> str:
-    """The first and, if it suggests something, the second block of tyro's boxed message."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines() if line.startswith("│")]
-    blocks = [" ".join(block.split()) for block in "\n".join(lines).split("─" * 8) if block.strip("─ \n")]
-    wanted = [block.strip("─ ") for block in blocks if not block.strip("─ ").startswith(("Argument help", "For full"))]
-    return "; ".join(wanted) or "cannot read these arguments; see --help"

@@ -152,12 +152,13 @@ class EnvPoolEngine:
             seed=list(seeds),
             **options,
         )
+        action_spec = self._pool.spec.action_array_spec["action"]
+        self._action_dtype = np.dtype(action_spec.dtype)
         dtypes = {np.dtype(spec.dtype) for spec in self._pool.spec.state_array_spec.values()}
-        dtypes |= {np.dtype(spec.dtype) for spec in self._pool.spec.action_array_spec.values()}
+        dtypes.add(self._action_dtype)
         # EnvPool has no XLA functions on other systems, and none of 64 bits while JAX runs with 32.
         can_fuse = sys.platform == "linux" and all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes)
         self.xla_step = self._make_xla_step() if can_fuse else None
-        self._action_dtype = self._pool.action_space.dtype
 
     def reset(self) -> np.ndarray:
         self._pool.async_reset()

@@ -20,8 +20,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
 from cleanba.core.actors import Collector
-from cleanba.core.args import usage_error
 from cleanba.core.seeding import Role
+from cleanba.core.topology import to_device
+from cleanba.core.usage import read, usage_error
 
 MAX_WIDTH = 16  # environments side by side
 
@@ -33,7 +34,7 @@ def play(act: Any, params: Any, args: Any, episodes: int) -> list[float]:
     args = replace(args, num_envs=width, num_shards=1)
     device = jax.local_devices()[0]
     collector = Collector(act, args, [0], device, Role.EVALUATE)
-    params = jax.device_put(jax.device_get(params), device)
+    params = to_device(jax.device_get(params), device)
     returns: list[list[float]] = [[] for _ in range(width)]
     n = 0
     while min(map(len, returns)) < quota:
@@ -99,4 +100,4 @@ class Eval:
 
 
 if __name__ == "__main__":
-    tyro.cli(Eval).main()
+    read(Eval, sys.argv[1:]).main()

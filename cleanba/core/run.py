@@ -25,8 +25,9 @@ from tensorboardX import SummaryWriter
 
 from cleanba.core import evaluate
 from cleanba.core.actors import Collected
-from cleanba.core.args import CoreArgs, usage_error
+from cleanba.core.args import CoreArgs
 from cleanba.core.lockstep import Lockstep
+from cleanba.core.usage import usage_error
 
 WINDOW = 100  # episodes that the displayed and final return is the mean of
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal for a bar
@@ -227,5 +228,5 @@ def _start_wandb(run: Run, config: dict) -> Any:
 
 def _git_commit() -> str | None:
     here = Path(__file__).parent
-    done = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "-C", here, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

@@ -6,15 +6,21 @@ fixed shape; `total` sums over all shards of all learners along one fixed tree. 
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology
+
+
+# While an update is traced: the places of the shards among all learners' places, or None where nothing is repeated.
+_once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
 
 
 class State(NamedTuple):
@@ -75,14 +81,16 @@ def accumulate(function: Callable[..., Any], tree: Any) -> Any:
 def total(tree: Any) -> Any:
     """The sum over all shards, [S / L, ...] -> [...], on every learner.
 
-    The tree adds neighbours, then neighbouring sums, and so on. Where a learner holds a power of two of shards, its
-    own subtree is summed before it is sent; the additions are the same ones.
+    The tree adds neighbours, then neighbouring sums, and so on. Where every learner holds the same power of two of
+    shards, it sums its own subtree before it sends it; the additions are the same ones.
     """
+    once = _once.get()
 
     def sum_leaf(x: jax.Array) -> jax.Array:
-        if x.shape[0] & (x.shape[0] - 1) == 0:
+        if once is None and x.shape[0] & (x.shape[0] - 1) == 0:
             x = fenced(_tree_sum)(x)[None]
-        return fenced(_tree_sum)(jax.lax.all_gather(x, LEARNER, tiled=True))
+        x = jax.lax.all_gather(x, LEARNER, tiled=True)
+        return fenced(_tree_sum)(x if once is None else x[once])
 
     return jax.tree.map(sum_leaf, tree)
 
@@ -100,7 +108,8 @@ class Learner:
     def __init__(self, update: Callable[..., tuple[State, dict]], run: Any):
         self._args, self._lockstep = run.args, run.lockstep
         self._topology: Topology = run.args.layout
-        specs = dict(in_specs=(P(), P(LEARNER), P()), out_specs=P(), check_vma=False)
+        self._shares = self._topology.shares(self._args.num_shards).ravel()
+        specs = dict(in_specs=(P(), P(LEARNER), P(LEARNER), P()), out_specs=P(), check_vma=False)
         self._update = jax.jit(jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs))
 
     def init(self, init: Callable[..., State]) -> State:
@@ -108,11 +117,12 @@ class Learner:
         state = jax.jit(partial(init, args=self._args))(key(self._args.seed, Role.INIT))
         return self._topology.replicate(state)
 
-    def _step(self, update: Callable, state: State, rollouts: Any, n: jax.Array) -> tuple[State, dict, jax.Array]:
-        local = jax.tree.leaves(rollouts)[0].shape[0]
-        shards = jax.lax.axis_index(LEARNER) * local + jnp.arange(local)
+    def _step(self, update: Callable, state: State, rollouts: Any, shards: jax.Array, n: jax.Array) -> tuple:
         keys = jax.vmap(lambda shard: key(self._args.seed, Role.LEARN, shard, n))(shards)
+        places = np.unique(self._shares, return_index=True)[1]
+        before = _once.set(places if len(places) < self._shares.size else None)
         state, metrics = update(state, rollouts, keys, self._args)
+        _once.reset(before)
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)]).all()
         return state, metrics, finite
 
@@ -120,7 +130,7 @@ class Learner:
         """Update n. Raises FloatingPointError rather than return parameters that are not finite."""
         if collected.version != self._lockstep.version_for(n):
             raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
-        compute = partial(self._update, state, collected.rollouts, jnp.uint32(n))
+        compute = partial(self._update, state, collected.rollouts, self._shares, np.uint32(n))
         state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
         metrics = {name: float(value) for name, value in metrics.items()}
         if not finite or not all(map(math.isfinite, metrics.values())):

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 LEARNER = "learner"  # the mesh axis
-MAX_CPU_DEVICES = 128
 
 
 class TopologyError(Exception):
@@ -50,8 +49,8 @@ class Topology:
     def start(self, cpu_threads: int) -> None:
         """Start JAX with the devices this topology names; on the CPU as many as needed are made.
 
-        XLA's CPU thread pool splits a reduction by its number of threads, which it takes from the variable NPROC when
-        it starts: so the experiment fixes it, not the machine.
+        XLA's CPU thread pool splits a sum by its number of threads: the larger of the variable NPROC and the number of
+        devices, when JAX starts. So the experiment fixes that number, not the machine, and the devices stay within it.
         """
         os.environ["NPROC"] = str(cpu_threads)
         needed = max(self.actors + self.learners) + 1
@@ -60,14 +59,12 @@ class Topology:
         for flag in (patience, patience.replace("terminate", "warn_stuck"), "--xla_gpu_deterministic_ops=true"):
             if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
                 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        if needed > MAX_CPU_DEVICES:
-            raise TopologyError(f"topology {self} names device {needed - 1}; ids go up to {MAX_CPU_DEVICES - 1}")
         with contextlib.suppress(RuntimeError):  # JAX runs already, as in a notebook: its devices may be enough
-            jax.config.update("jax_num_cpu_devices", needed)
+            jax.config.update("jax_num_cpu_devices", min(needed, cpu_threads))
         found = jax.local_device_count()
         if found < needed:
-            kind = jax.devices()[0].platform
-            raise TopologyError(f"topology {self} names device {needed - 1}, but there are only {found} ({kind})")
+            more = f"; --cpu-threads {needed} makes more" if jax.default_backend() == "cpu" else ""
+            raise TopologyError(f"topology {self} names device {needed - 1}, but ids go up to {found - 1} here{more}")
 
     @property
     def actor_devices(self) -> list[jax.Device]:
@@ -83,21 +80,27 @@ class Topology:
         """A copy on every learner."""
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
+    def shares(self, num_shards: int) -> np.ndarray:
+        """The shards of each learner, [L, S / L]: neighbours together. Where S / L is not whole, some learners repeat
+        their last shard, so that all have equal shapes; `total` leaves the repetitions out."""
+        blocks = np.array_split(np.arange(num_shards), len(self.learners))
+        return np.stack([np.pad(block, (0, len(blocks[0]) - len(block)), mode="edge") for block in blocks])
+
     def stack(self, shards: Sequence[Any]) -> Any:
-        """Arrays with a leading axis of shards, spread over the learners in order; each is on its device already."""
-        per_learner = len(shards) // len(self.learners)
-        blocks = [_stack(shards[i : i + per_learner]) for i in range(0, len(shards), per_learner)]
+        """Arrays with a leading axis of shards, spread over the learners; each shard is on its learner's device."""
+        shares = self.shares(len(shards))
+        blocks = [_stack([shards[i] for i in share]) for share in shares]
         sharding = NamedSharding(self.mesh, P(LEARNER))
 
         def join(*pieces: jax.Array) -> jax.Array:
-            shape = (len(shards), *pieces[0].shape[1:])
+            shape = (shares.size, *pieces[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))
 
         return jax.tree.map(join, *blocks)
 
     def learner_of(self, shard: int, num_shards: int) -> jax.Device:
         """The device that learns from this shard."""
-        return self.mesh.devices[shard * len(self.learners) // num_shards]
+        return self.mesh.devices[np.nonzero(self.shares(num_shards) == shard)[0][0]]
 
 
 def to_device(tree: Any, device: jax.Device) -> Any:

@@ -1,13 +1,9 @@
 """The command `cleanba`: each of its commands is a dataclass of arguments with a `main`, in a module of its own."""
 
-import contextlib
 import importlib
-import io
 import sys
 
-import tyro
-
-from cleanba.tools.runs import bad_input
+from cleanba.core.usage import read, usage_error
 
 COMMANDS = {
     "eval": ("cleanba.core.evaluate", "Eval", "play episodes with a saved model"),
@@ -33,20 +29,10 @@ def main(argv: list[str] | None = None) -> int | None:
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
-        bad_input(f"there is no command {name!r}; use {', '.join(COMMANDS)}")
+        usage_error(f"there is no command {name!r}; use {', '.join(COMMANDS)}")
     module, command, _ = COMMANDS[name]
     cls = getattr(importlib.import_module(module), command)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(cls, prog=f"cleanba {name}", args=rest)
-    except SystemExit as error:
-        if error.code:
-            from cleanba.core.args import _one_line
-
-            bad_input(_one_line(said.getvalue()))
-        raise
-    return parsed.main()
+    return read(cls, rest, prog=f"cleanba {name}").main()
 
 
 if __name__ == "__main__":

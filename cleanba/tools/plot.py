@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter
 
-from cleanba.tools.runs import bad_input, read_config, read_metrics
+from cleanba.core.usage import usage_error
+from cleanba.tools.runs import read_config, read_metrics
 
 RETURN = "charts/episodic_return"
 OF_EPISODES = "charts/episodic_"  # such metrics are means over the episodes that ended in an update
@@ -50,7 +51,7 @@ def read_curve(run: Path, metric: str = RETURN) -> Curve:
     none_ended = of_episodes and not any(record.get("charts/episodes", 1) for record in records)
     if not any(isinstance(number, int | float) for number in numbers) and not none_ended:
         known = sorted({key for record in records for key, x in record.items() if isinstance(x, int | float)})
-        bad_input(f"{run} has no numbers for --metric {metric}; it has {', '.join(known)}")
+        usage_error(f"{run} has no numbers for --metric {metric}; it has {', '.join(known)}")
     value = np.array([x if isinstance(x, int | float) else np.nan for x in numbers], np.float64)
     episodes = np.array([record.get("charts/episodes", 1) if of_episodes else 1 for record in records], np.float64)
     shown = np.isfinite(value) & (episodes > 0)
@@ -91,12 +92,12 @@ def plot(runs: Sequence[Path], out: Path, metric: str = RETURN) -> None:
     file_format = out.suffix[1:].lower() or "png"
     known = figure.canvas.get_supported_filetypes()
     if file_format not in known:
-        bad_input(f"--out {out}: cannot draw a .{file_format}; use one of {', '.join(sorted(known))}")
+        usage_error(f"--out {out}: cannot draw a .{file_format}; use one of {', '.join(sorted(known))}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, format=file_format)
     except OSError as error:
-        bad_input(f"--out {out} cannot be written: {error.strerror or error}")
+        usage_error(f"--out {out} cannot be written: {error.strerror or error}")
 
 
 def _dress(axes: Any, curves: Sequence[Curve], metric: str) -> None:
@@ -139,6 +140,6 @@ class Plot:
     def main(self) -> None:
         """Draw and say where."""
         if not self.runs:
-            bad_input("plot needs at least one run directory: cleanba plot RUN...")
+            usage_error("plot needs at least one run directory: cleanba plot RUN...")
         plot(self.runs, self.out, self.metric)
         print(f"wrote {self.out}")

@@ -2,28 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-
-def bad_input(message: str) -> NoReturn:
-    """One line and exit status 2."""
-    from cleanba.core.args import usage_error  # here, because it brings JAX and EnvPool: seconds that only errors pay
-
-    usage_error(message)
+from cleanba.core.usage import usage_error
 
 
 def read_config(run: Path) -> dict[str, Any]:
     """The run's config.json."""
     if not run.is_dir():
-        bad_input(f"{run} is not a directory; name a run directory, such as one in runs/")
+        usage_error(f"{run} is not a directory; name a run directory, such as one in runs/")
     try:
         config = json.loads((run / "config.json").read_text())
     except FileNotFoundError:
-        bad_input(f"{run} is not a run directory: it has no config.json")
+        usage_error(f"{run} is not a run directory: it has no config.json")
     except (OSError, ValueError) as error:
-        bad_input(f"cannot read {run / 'config.json'}: {error}")
+        usage_error(f"cannot read {run / 'config.json'}: {error}")
     if not isinstance(config, dict):
-        bad_input(f"cannot read {run / 'config.json'}: it is not a JSON object")
+        usage_error(f"cannot read {run / 'config.json'}: it is not a JSON object")
     return config
 
 
@@ -33,9 +28,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
-        bad_input(f"{run} has no metrics.jsonl; is it a run directory?")
+        usage_error(f"{run} has no metrics.jsonl; is it a run directory?")
     except OSError as error:
-        bad_input(f"cannot read {path}: {error}")
+        usage_error(f"cannot read {path}: {error}")
     if lines and not lines[-1].endswith(b"\n"):  # the run was killed, or writes it just now
         lines.pop()
     records = []
@@ -45,8 +40,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if not isinstance(record, dict) or not {"update", "global_step"} <= record.keys():
-            bad_input(f"{path} is damaged: line {number} is not the record of an update")
+            usage_error(f"{path} is damaged: line {number} is not the record of an update")
         records.append(record)
     if not records:
-        bad_input(f"{run} has no metrics: no update has been finished")
+        usage_error(f"{run} has no metrics: no update has been finished")
     return records
