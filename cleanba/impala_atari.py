@@ -63,6 +63,7 @@ class Args(CoreArgs):
         return self
 
 
+# same as ppo_atari.py
 class ResidualBlock(nn.Module):
     """Two convolutions around a shortcut."""
 
@@ -73,6 +74,7 @@ class ResidualBlock(nn.Module):
         return x + Conv(x.shape[-1], 3)(nn.relu(h))
 
 
+# same as ppo_atari.py
 class Agent(nn.Module):
     """IMPALA's ResNet (Espeholt et al. 2018, fig. 3) or DQN's NatureCNN (Mnih et al. 2015), with two heads."""
 
@@ -99,6 +101,7 @@ class Agent(nn.Module):
         )
 
 
+# same as ppo_atari.py
 def network(args: Args) -> Agent:
     """The agent's network."""
     return Agent(args.env_spec.num_actions, args.network)
@@ -116,6 +119,7 @@ def optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adapt)
 
 
+# same as ppo_atari.py
 def init(key: jax.Array, args: Args) -> State:
     """The first parameters and optimizer state."""
     obs = jnp.zeros((1, *args.env_spec.observation_space.shape), args.env_spec.observation_space.dtype)
@@ -130,6 +134,7 @@ def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> A
     return Acted(action, carry, {"logprob": log_prob(logits, action)})
 
 
+# same as ppo_atari.py
 def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
     """The log-probability of each action, [..., A] and [...] -> [...]."""
     return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]

@@ -62,8 +62,9 @@ class Args(CoreArgs):
 
     def check(self) -> Self:
         """Rows of a shard go evenly into the minibatches and their parts."""
-        rows, parts = self.envs_per_shard * self.num_steps, self.num_minibatches * self.gradient_accumulation_steps
         super().check()
+        self.check_that(self.update_epochs > 0, "--update-epochs must be at least 1")
+        rows, parts = self.envs_per_shard * self.num_steps, self.num_minibatches * self.gradient_accumulation_steps
         self.check_parts(rows, parts)
         self.check_discrete()
         return self
@@ -119,8 +120,8 @@ def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> A
 
 
 def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
-    """The log-probability of each action, [B, A] and [B] -> [B]."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], axis=1)[:, 0]
+    """The log-probability of each action, [..., A] and [...] -> [...]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
 
 
 def targets(rollout: Rollout, value: jax.Array, args: Args) -> tuple[jax.Array, jax.Array]:

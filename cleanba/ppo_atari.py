@@ -65,8 +65,9 @@ class Args(CoreArgs):
 
     def check(self) -> Self:
         """Rows of a shard go evenly into the minibatches and their parts."""
-        rows, parts = self.envs_per_shard * self.num_steps, self.num_minibatches * self.gradient_accumulation_steps
         super().check()
+        self.check_that(self.update_epochs > 0, "--update-epochs must be at least 1")
+        rows, parts = self.envs_per_shard * self.num_steps, self.num_minibatches * self.gradient_accumulation_steps
         self.check_parts(rows, parts)
         self.check_discrete()
         self.check_frames()
@@ -114,6 +115,7 @@ def network(args: Args) -> Agent:
     return Agent(args.env_spec.num_actions, args.network)
 
 
+# same as ppo.py
 def optimizer(args: Args) -> optax.GradientTransformation:
     """Adam, its step size falling after each update, not within one."""
 
@@ -125,6 +127,7 @@ def optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adam)
 
 
+# same as ppo.py
 def init(key: jax.Array, args: Args) -> State:
     """The first parameters and optimizer state."""
     obs = jnp.zeros((1, *args.env_spec.observation_space.shape), args.env_spec.observation_space.dtype)
@@ -132,6 +135,7 @@ def init(key: jax.Array, args: Args) -> State:
     return State(params, optimizer(args).init(params))
 
 
+# same as ppo.py
 def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> Acted:
     """Sample an action for each of a shard's B environments."""
     logits, value = network(args).apply(params, step.obs)
@@ -139,11 +143,13 @@ def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> A
     return Acted(action, carry, {"logprob": log_prob(logits, action), "value": value})
 
 
+# same as ppo.py
 def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
-    """The log-probability of each action, [B, A] and [B] -> [B]."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], axis=1)[:, 0]
+    """The log-probability of each action, [..., A] and [...] -> [...]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
 
 
+# same as ppo.py
 def targets(rollout: Rollout, value: jax.Array, args: Args) -> tuple[jax.Array, jax.Array]:
     """Generalized advantages and value targets [T, B], from values [T + 1, B]; Schulman et al. 2016, eq. 16.
 
@@ -161,6 +167,7 @@ def targets(rollout: Rollout, value: jax.Array, args: Args) -> tuple[jax.Array, 
     return advantage, advantage + value[:-1]
 
 
+# same as ppo.py
 class Batch(NamedTuple):
     """Rows to learn from, in any order."""
 
@@ -172,6 +179,7 @@ class Batch(NamedTuple):
     weight: jax.Array  # 0 on reset steps; sums to 1 over all shards of a minibatch
 
 
+# same as ppo.py
 def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
     """One shard's rollout as T * B rows."""
     _, last_value = network(args).apply(params, rollout.obs[-1])
@@ -181,6 +189,7 @@ def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
     return Batch(*(x.reshape(-1, *x.shape[2:]) for x in rows))
 
 
+# same as ppo.py
 def normalize(batch: Batch, args: Args) -> Batch:
     """Weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards of a minibatch."""
     count = jnp.maximum(1.0, total(each_shard(lambda batch: jnp.sum(batch.weight, dtype=jnp.float32), batch)))
@@ -195,6 +204,7 @@ def normalize(batch: Batch, args: Args) -> Batch:
     return each_shard(one_shard, batch)
 
 
+# same as ppo.py
 def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of a minibatch's loss: weighted sums, which add up to means over all shards."""
     logits, value = network(args).apply(params, batch.obs)
@@ -219,6 +229,7 @@ def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, ja
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, metrics
 
 
+# same as ppo.py
 def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tuple[State, dict[str, jax.Array]]:
     """Several epochs of minibatches, each drawn evenly from every shard."""
     batch = each_shard(partial(prepare, state.params, args=args), rollouts)  # [S / L, N, ...]

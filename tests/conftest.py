@@ -5,7 +5,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["NPROC"] = "2"
+os.environ["NPROC"] = "16"  # --cpu-threads, as a run sets it
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

@@ -10,13 +10,23 @@ import pytest
 from cleanba.core.lockstep import Lockstep, Stopped
 
 SOON = 10.0  # seconds after which something hangs
+TIMERS: list[threading.Timer] = []
+
+
+def watched(updates: int, concurrency: bool, threads: int) -> Lockstep:
+    """A lockstep that fails rather than hangs."""
+    lockstep = Lockstep(updates, concurrency, threads)
+    timer = threading.Timer(SOON, lambda: lockstep.fail(TimeoutError("the lockstep hangs")))
+    timer.start()
+    TIMERS.append(timer)
+    return lockstep
 
 
 class Team:
     """Actor threads around a lockstep; each rollout is (thread, n, version used)."""
 
     def __init__(self, updates: int, concurrency: bool, threads: int, rollout: Callable[[int, Any], Any] | None = None):
-        self.lockstep = Lockstep(updates, concurrency, threads)
+        self.lockstep = watched(updates, concurrency, threads)
         self.collected: list[tuple[int, int]] = []
         self.threads = [threading.Thread(target=self._main, args=(i, rollout)) for i in range(threads)]
         for thread in self.threads:
@@ -39,6 +49,8 @@ class Team:
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
+    while TIMERS:
+        TIMERS.pop().cancel()
     deadline = time.monotonic() + SOON
     for thread in set(threading.enumerate()) - before:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -143,7 +155,7 @@ def test_a_failure_during_a_long_call_is_noticed_at_once() -> None:
 
 
 def test_the_first_failure_is_the_one_that_is_kept() -> None:
-    lockstep = Lockstep(3, True, 1)
+    lockstep = watched(3, True, 1)
     first = ValueError("first")
     lockstep.fail(first)
     lockstep.fail(ValueError("second"))
@@ -154,7 +166,7 @@ def test_the_first_failure_is_the_one_that_is_kept() -> None:
 
 @pytest.mark.parametrize("how", ["stop", "fail"])
 def test_waiting_actors_leave_at_the_end_or_at_a_failure(how: str) -> None:
-    lockstep = Lockstep(3, True, 1)
+    lockstep = watched(3, True, 1)
     outcome: list[BaseException] = []
 
     def wait() -> None:
@@ -174,7 +186,7 @@ def test_waiting_actors_leave_at_the_end_or_at_a_failure(how: str) -> None:
 
 
 def test_actors_between_two_shards_leave_after_a_stop() -> None:
-    lockstep = Lockstep(3, True, 1)
+    lockstep = watched(3, True, 1)
     lockstep.check()
     lockstep.stop()
     with pytest.raises(Stopped):
@@ -190,7 +202,7 @@ def test_a_stop_ends_actors_that_wait_to_hand_over() -> None:
 
 
 def test_call_returns_the_value_and_passes_an_exception_on() -> None:
-    lockstep = Lockstep(3, True, 1)
+    lockstep = watched(3, True, 1)
     assert lockstep.call(lambda: 42) == 42
     assert lockstep.call(lambda: None) is None
     cause = FloatingPointError("diverged")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.core import envs
-from cleanba.core.rollout import Acted, Cursor, Episodes, EnvStep, Rollout, advance, assemble
+from cleanba.core.rollout import Acted, Cursor, EnvStep, Episodes, Rollout, Row, advance, assemble
 from cleanba.core.seeding import Role, key
 from cleanba.core.shards import fenced
 from cleanba.core.topology import to_device
@@ -39,7 +39,7 @@ class Collector:
         cursors = [self._start(obs) for obs in self._engine.reset()]
         self._cursors = to_device(cursors, device) if self.fused else cursors
         self._act_at = jax.jit(lambda params, step, carry, k, t: self._act(params, step, carry, fold(k, t)))
-        self._rollout = jax.jit(self._fused_rollout)
+        self._rollout: Callable[..., tuple] = jax.jit(self._fused_rollout) if self.fused else self._stepwise_rollout
 
     def _start(self, obs: np.ndarray) -> Cursor:
         B = len(obs)
@@ -50,23 +50,27 @@ class Collector:
         """Rollout n of one shard, on this collector's device (stepwise: in host memory)."""
         local = self._shards.index(shard)
         rollout_key = to_device(key(self._args.seed, self._role, shard, n), self._device)
-        collect = self._rollout if self.fused else self._stepwise_rollout
-        self._cursors[local], rollout, episodes = collect(params, self._cursors[local], rollout_key, np.int32(local))
+        at = self._cursors[local], rollout_key, np.int32(local)
+        self._cursors[local], rollout, episodes = self._rollout(params, *at)
         return rollout, episodes
 
     def _fused_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: jax.Array) -> tuple:
+        xla_step = self._engine.xla_step
+        assert xla_step is not None
+
         def step(carry: tuple, t: jax.Array) -> tuple:
             handle, cursor = carry
             acted = self._act(params, cursor.step, cursor.carry, fold(rollout_key, t))
-            handle, outcome = self._engine.xla_step(handle, local, acted.action)
+            handle, outcome = xla_step(handle, local, acted.action)
             cursor, row = advance(cursor, acted, outcome)
             return (handle, cursor), row
 
         (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), jnp.arange(self._args.num_steps))
         return end, *assemble(start, rows, end, jnp)
 
-    def _stepwise_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: int) -> tuple:
-        cursor, rows = start, []
+    def _stepwise_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: Any) -> tuple:
+        cursor = start
+        rows: list[Row] = []
         for t in range(self._args.num_steps):
             acted = self._act_at(params, cursor.step, cursor.carry, rollout_key, np.int32(t))
             acted = acted._replace(action=np.asarray(acted.action), extras=jax.tree.map(np.asarray, acted.extras))
@@ -95,7 +99,9 @@ class Actors:
         blocks = np.array_split(np.arange(self._args.num_shards), len(devices))
         self._devices = devices
         self._threads = [
-            threading.Thread(target=self._main, args=(i, device, block.tolist()), name=f"cleanba-actor-{i}", daemon=True)
+            threading.Thread(
+                target=self._main, args=(i, device, block.tolist()), name=f"cleanba-actor-{i}", daemon=True
+            )
             for i, (device, block) in enumerate(zip(devices, blocks, strict=True))
         ]
 

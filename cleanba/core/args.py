@@ -60,7 +60,7 @@ class CoreArgs(MachineArgs):
     engine: Literal["auto", "envpool", "gymnasium"] = "auto"
     """who steps the environments; auto: EnvPool if it has this one"""
     atari_protocol: Literal["machado", "classic"] = "machado"
-    """machado: sticky actions, all 18 actions, whole games; classic: the wrappers of the DQN and PPO papers"""
+    """machado: sticky actions, all 18 actions, whole games; classic: the wrappers of before 2018"""
     seed: int = 1
     """seed of everything"""
     total_timesteps: int = 500_000
@@ -119,7 +119,15 @@ class CoreArgs(MachineArgs):
         for name, value in (self.experiment | self.machine).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 usage_error(f"{option(name)} {value} must be a number that is not negative")
-        for name in ("num_envs", "num_steps", "num_shards", "cpu_threads", "num_actor_threads", "env_threads"):
+        for name in (
+            "num_envs",
+            "num_steps",
+            "num_shards",
+            "cpu_threads",
+            "num_actor_threads",
+            "env_threads",
+            "eval_episodes",
+        ):
             self.check_that(getattr(self, name) > 0, f"{option(name)} must be at least 1")
         self.check_that(self.seed < 2**32, f"--seed {self.seed} is too large; the largest is {2**32 - 1}")
         self.check_divides("num_shards", "num_envs", self.num_envs)

@@ -31,7 +31,7 @@ ATARI_PROTOCOLS: dict[str, dict[str, Any]] = {
         max_episode_steps=27_000,
         reward_clip=True,
     ),
-    # The wrappers of the DQN and PPO papers.
+    # The wrappers of Mnih et al. 2015 and of most results up to 2018.
     "classic": dict(
         repeat_action_probability=0.0,
         full_action_space=False,
@@ -108,7 +108,7 @@ def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
         else:
             try:
                 env = gymnasium.make(env_id)
-            except (gymnasium.error.Error, ImportError) as error:
+            except (gymnasium.error.Error, ImportError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
             observation_space, action_space = env.observation_space, env.action_space
@@ -132,7 +132,7 @@ def _envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
 
 
 class EnvPoolEngine:
-    """One EnvPool for all shards: only one shard's actions are under way at a time, so the batch that returns is its own.
+    """One EnvPool for all shards: one shard's actions are under way at a time, so the batch that returns is its own.
 
     One pool rather than one a shard, because EnvPool's XLA functions are bound to their pool: so one compiled rollout
     serves all shards of a thread.
@@ -161,6 +161,7 @@ class EnvPoolEngine:
         self.xla_step = self._make_xla_step() if can_fuse else None
 
     def reset(self) -> np.ndarray:
+        """The first observations."""
         self._pool.async_reset()
         batches = [self._pool.recv() for _ in self._ids]
         order = np.argsort(np.concatenate([info["env_id"] for *_, info in batches]))
@@ -168,6 +169,7 @@ class EnvPoolEngine:
         return _narrow(obs.reshape(*self._ids.shape, *obs.shape[1:]))
 
     def step(self, local: int, action: np.ndarray) -> Outcome:
+        """Act in one shard."""
         self._pool.send(action.astype(self._action_dtype), self._ids[local])
         return jax.tree.map(_narrow, self._outcome(self._pool.recv(), np))
 
@@ -191,6 +193,7 @@ class EnvPoolEngine:
         return Outcome(*(x[order] for x in (obs, reward, terminated, truncated, score, over)))
 
     def close(self) -> None:
+        """Release the environments."""
         self._pool.close()
 
 
@@ -202,6 +205,7 @@ class _Named(gymnasium.Wrapper):
         self._index, self._steps = index, 0
 
     def step(self, action: Any) -> Any:
+        """Step, and name the place of a failure."""
         self._steps += 1
         try:
             return super().step(action)
@@ -213,24 +217,28 @@ class _Named(gymnasium.Wrapper):
 class GymnasiumEngine:
     """Gymnasium's synchronous vector environment, one a shard."""
 
-    handle, xla_step = None, None
+    handle: Any = None
+    xla_step: Callable[..., Any] | None = None
 
     def __init__(self, env_id: str, num_envs: int, seeds: Sequence[int], indices: Sequence[int]):
         blocks = [slice(i, i + num_envs) for i in range(0, len(indices), num_envs)]
         makers = [lambda index=index: _Named(gymnasium.make(env_id), index) for index in indices]
         self._shards = [gymnasium.vector.SyncVectorEnv(makers[block]) for block in blocks]
-        self._seeds = [list(seeds[block]) for block in blocks]
+        self._seeds: list[list[int | None]] = [list(seeds[block]) for block in blocks]
 
     def reset(self) -> np.ndarray:
+        """The first observations."""
         pairs = zip(self._shards, self._seeds, strict=True)
         return np.stack([_narrow(envs.reset(seed=seeds)[0]) for envs, seeds in pairs])
 
     def step(self, local: int, action: np.ndarray) -> Outcome:
+        """Act in one shard."""
         obs, reward, terminated, truncated, _ = self._shards[local].step(action)
         outcome = Outcome(obs, reward, terminated, truncated, score=reward, over=terminated | truncated)
         return jax.tree.map(_narrow, outcome)
 
     def close(self) -> None:
+        """Release the environments."""
         for envs in self._shards:
             envs.close()
 

@@ -28,7 +28,7 @@ MAX_WIDTH = 16  # environments side by side
 
 
 def play(act: Any, params: Any, args: Any, episodes: int) -> list[float]:
-    """The returns of the first episodes of fresh environments: a fixed number of each, so that short ones do not win."""
+    """The returns of the first episodes of fresh environments: equally many of each, or short ones would win."""
     width = min(episodes, MAX_WIDTH)
     quota = math.ceil(episodes / width)
     args = replace(args, num_envs=width, num_shards=1)
@@ -48,7 +48,7 @@ def play(act: Any, params: Any, args: Any, episodes: int) -> list[float]:
 
 
 def load(run: Path, script: str = "") -> tuple[ModuleType, Any, Any]:
-    """The algorithm, its arguments and the parameters of a saved model. Reads JSON and arrays, nothing that executes."""
+    """The algorithm, its arguments and the parameters of a saved model: JSON and arrays, nothing that executes."""
     folder = run if (run / "params.safetensors").exists() else run / "model"
     if not (folder / "params.safetensors").exists():
         usage_error(f"{run} has no saved model; train with --save-model")

@@ -20,6 +20,7 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W, C] -> [B, H', W', features]."""
         k, s = self.size, self.stride
         kernel = self.param("kernel", self.kernel_init, (k, k, x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))

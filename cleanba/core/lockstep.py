@@ -100,7 +100,7 @@ class Lockstep:
 
     @contextmanager
     def until(self, ready: Callable[[], bool]) -> Iterator[None]:
-        """Wait for `ready`, then hold the lock. The learner raises a failure; an actor leaves at a failure or the end."""
+        """Wait for `ready`, then hold the lock. The learner raises a failure; an actor leaves quietly."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or self._stopped or ready())
             if self.failure is not None and threading.get_ident() == self._learner:

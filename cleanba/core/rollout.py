@@ -98,7 +98,7 @@ def advance(cursor: Cursor, acted: Acted, outcome: Outcome) -> tuple[Cursor, Row
     terminated = outcome.terminated & valid
     truncated = outcome.truncated & valid & ~outcome.terminated
     reward = outcome.reward * valid
-    returns, lengths = cursor.returns + outcome.score, cursor.lengths + valid
+    returns, lengths = cursor.returns + outcome.score * valid, cursor.lengths + valid
     over = outcome.over & valid
     consequence = (reward, terminated, truncated, valid, Episodes(returns, lengths, over))
     row = Row(cursor.step, acted.action, acted.extras, *consequence)

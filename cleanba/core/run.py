@@ -222,11 +222,18 @@ def _start_wandb(run: Run, config: dict) -> Any:
         usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
     args = run.args
     return wandb.init(
-        project=args.wandb_project_name, entity=args.wandb_entity, name=run.name, config=config, dir=run.dir, save_code=True
+        project=args.wandb_project_name,
+        entity=args.wandb_entity,
+        name=run.name,
+        config=config,
+        dir=run.dir,
+        save_code=True,
     )
 
 
 def _git_commit() -> str | None:
     here = Path(__file__).parent
-    done = subprocess.run(["git", "-C", here, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", here, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or None

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology
 
-
 # While an update is traced: the places of the shards among all learners' places, or None where nothing is repeated.
 _once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
 
@@ -109,7 +108,7 @@ class Learner:
         self._args, self._lockstep = run.args, run.lockstep
         self._topology: Topology = run.args.layout
         self._shares = self._topology.shares(self._args.num_shards).ravel()
-        specs = dict(in_specs=(P(), P(LEARNER), P(LEARNER), P()), out_specs=P(), check_vma=False)
+        specs: dict[str, Any] = dict(in_specs=(P(), P(LEARNER), P(LEARNER), P()), out_specs=P(), check_vma=False)
         self._update = jax.jit(jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs))
 
     def init(self, init: Callable[..., State]) -> State:
@@ -121,8 +120,10 @@ class Learner:
         keys = jax.vmap(lambda shard: key(self._args.seed, Role.LEARN, shard, n))(shards)
         places = np.unique(self._shares, return_index=True)[1]
         before = _once.set(places if len(places) < self._shares.size else None)
-        state, metrics = update(state, rollouts, keys, self._args)
-        _once.reset(before)
+        try:
+            state, metrics = update(state, rollouts, keys, self._args)
+        finally:
+            _once.reset(before)
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)]).all()
         return state, metrics, finite
 
