@@ -65,8 +65,9 @@ class Collector:
             cursor, row = advance(cursor, acted, outcome)
             return (handle, cursor), row
 
-        (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), jnp.arange(self._args.num_steps))
-        return end, *assemble(start, rows, end, jnp)
+        steps = jnp.arange(self._args.num_steps)
+        (_, end), stacked = jax.lax.scan(step, (self._engine.handle, start), steps)
+        return end, *assemble(start, stacked, end, jnp)
 
     def _stepwise_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: Any) -> tuple:
         cursor = start

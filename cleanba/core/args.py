@@ -119,15 +119,8 @@ class CoreArgs(MachineArgs):
         for name, value in (self.experiment | self.machine).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 usage_error(f"{option(name)} {value} must be a number that is not negative")
-        for name in (
-            "num_envs",
-            "num_steps",
-            "num_shards",
-            "cpu_threads",
-            "num_actor_threads",
-            "env_threads",
-            "eval_episodes",
-        ):
+        counts = "num_envs num_steps num_shards cpu_threads num_actor_threads env_threads eval_episodes"
+        for name in counts.split():
             self.check_that(getattr(self, name) > 0, f"{option(name)} must be at least 1")
         self.check_that(self.seed < 2**32, f"--seed {self.seed} is too large; the largest is {2**32 - 1}")
         self.check_divides("num_shards", "num_envs", self.num_envs)

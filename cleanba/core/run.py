@@ -76,7 +76,7 @@ class Run:
             "git_commit": _git_commit(),
             "command": sys.argv,
         }
-        (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _write_json(self.dir / "config.json", config)
         self._metrics = (self.dir / "metrics.jsonl").open("w", buffering=1)
         self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
         self._wandb = _start_wandb(self, config) if self.args.track else None
@@ -85,8 +85,11 @@ class Run:
         self._progress = Progress(*texts, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
         self._progress.start()
         self._bar = self._progress.add_task("update", total=self.args.num_updates, news="compiling")
-        self._console.print(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
+        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
         return self
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False)
 
     @property
     def _is_terminal(self) -> bool:
@@ -167,30 +170,34 @@ class Run:
     def finish(self, act: Any, params: Any) -> None:
         """Write the result; with --save-model also the model, its evaluation and the learning curve."""
         self._progress.stop()
-        result = {
+        result: dict[str, Any] = {
             "fingerprint": self._last_fingerprint,
             "global_step": self.global_step,
             "updates": self.args.num_updates,
             "sps": round(self.sps, 1),
             "episodic_return": self.episodic_return,
         }
-        say = self._console.print
         if self.args.save_model:
-            (self.dir / "model").mkdir(exist_ok=True)
-            save_file(flatten(params), self.dir / "model" / "params.safetensors")
-            about = {"algorithm": self.algorithm, "experiment": self.args.experiment}
-            (self.dir / "model" / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-            scores = self.lockstep.call(lambda: evaluate.play(act, params, self.args, self.args.eval_episodes))
-            result |= {"eval_episodic_return": float(np.mean(scores)), "eval_episodes": len(scores)}
-            say(f"evaluation: mean return {np.mean(scores):.1f} over {len(scores)} episodes (std {np.std(scores):.1f})")
-        (self.dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-        say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
+            result |= self._save_model(act, params)
+        _write_json(self.dir / "result.json", result)
+        self._say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
         if self.args.save_model:
-            from cleanba.tools.plot import plot  # here, because drawing takes a second to import
+            self._say(f"next: cleanba eval {self.dir} --episodes 100")
 
-            plot([self.dir], self.dir / "learning_curve.png")
-            say(f"model {self.dir / 'model'} · learning curve {self.dir / 'learning_curve.png'}")
-            say(f"next: cleanba eval {self.dir} --episodes 100")
+    def _save_model(self, act: Any, params: Any) -> dict[str, Any]:
+        """Arrays and JSON, nothing that can execute; returns what the evaluation adds to the result."""
+        model, curve = self.dir / "model", self.dir / "learning_curve.png"
+        model.mkdir(exist_ok=True)
+        save_file(flatten(params), model / "params.safetensors")
+        _write_json(model / "config.json", {"algorithm": self.algorithm, "experiment": self.args.experiment})
+        from cleanba.tools.plot import plot  # here, because drawing takes a second to import
+
+        plot([self.dir], curve)
+        self._say(f"model in {model}, learning curve in {curve}; evaluating")
+        returns = self.lockstep.call(lambda: evaluate.play(act, params, self.args, self.args.eval_episodes))
+        mean, deviation = float(np.mean(returns)), float(np.std(returns))
+        self._say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
+        return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.stop()
@@ -212,6 +219,10 @@ class Run:
             os._exit(status)
         if status == 130:
             raise SystemExit(130) from error
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _start_wandb(run: Run, config: dict) -> Any:
