@@ -57,6 +57,24 @@ def test_one_core_gives_the_same_bits(tmp_path: Path) -> None:
     assert alone["fingerprint"] == reference["fingerprint"]
 
 
+FIRST_PARAMETERS = """
+import jax
+from cleanba import impala_atari
+from cleanba.core.args import parse
+from cleanba.core.run import fingerprint
+args = parse(impala_atari.Args, ["--env-id", "Pong-v5"])
+print(fingerprint(impala_atari.init(jax.random.key(1), args).params))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs taskset")
+def test_one_core_gives_the_same_first_parameters() -> None:
+    """LAPACK would share out the factorization of a large matrix among the cores."""
+    command = [sys.executable, "-W", "ignore", "-c", FIRST_PARAMETERS]
+    every, one = (subprocess.check_output([*prefix.split(), *command]) for prefix in ("", "taskset -c 0"))
+    assert every == one
+
+
 def test_the_lag_is_recorded_and_is_part_of_the_experiment(tmp_path: Path) -> None:
     lagging = run("ppo", tmp_path / "lagging", SIZES["ppo"])
     waiting = run("ppo", tmp_path / "waiting", f"{SIZES['ppo']} --no-concurrency")

@@ -58,7 +58,7 @@ class Collector:
         xla_step = self._engine.xla_step
         assert xla_step is not None
 
-        def step(carry: tuple, t: jax.Array) -> tuple:
+        def step(carry: tuple, t: jax.Array) -> tuple[tuple, Row]:
             handle, cursor = carry
             acted = self._act(params, cursor.step, cursor.carry, fold(rollout_key, t))
             handle, outcome = xla_step(handle, local, acted.action)
@@ -66,8 +66,8 @@ class Collector:
             return (handle, cursor), row
 
         steps = jnp.arange(self._args.num_steps)
-        (_, end), stacked = jax.lax.scan(step, (self._engine.handle, start), steps)
-        return end, *assemble(start, stacked, end, jnp)
+        (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), steps)
+        return end, *assemble(start, rows, end, jnp)
 
     def _stepwise_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: Any) -> tuple:
         cursor = start

@@ -53,6 +53,8 @@ class Topology:
         devices, when JAX starts. So the experiment fixes that number, not the machine, and the devices stay within it.
         """
         os.environ["NPROC"] = str(cpu_threads)
+        # LAPACK, which orthogonal initializers call, splits its sums by the number of cores; it reads this when loaded.
+        os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
         needed = max(self.actors + self.learners) + 1
         # Learners that share few cores arrive at a collective minutes apart; XLA's 40 seconds would end the process.
         patience = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
