@@ -34,11 +34,10 @@ format: $(STAMP)  ## apply the formatter and the linter's safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# hatchling needs editables for `pip install -e` without build isolation.
 lock:  ## pin the dependencies of pyproject.toml anew; UPGRADE=--upgrade also moves those that need not move
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/python -m pip install --disable-pip-version-check --quiet uv
-	echo editables | .venv/lock/bin/uv pip compile pyproject.toml - --extra dev --extra track --universal --python-version 3.11 \
+	.venv/lock/bin/uv pip compile pyproject.toml --extra dev --extra track --universal --python-version 3.11 \
 	  --fork-strategy fewest --generate-hashes --no-emit-index-url --no-header $(UPGRADE) --quiet \
 	  --output-file requirements.txt > /dev/null
 	@{ printf '%s\n' '# Every package of `make setup`, pinned with hashes, for Python 3.11 to 3.13 (extras: dev, track).' \

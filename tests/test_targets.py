@@ -1,7 +1,6 @@
 """Targets, losses, optimizers and whole updates of the algorithm files, against plain NumPy and an oracle."""
 
 import functools
-import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,6 @@ from cleanba.core.actors import Collector
 from cleanba.core.rollout import Acted, Rollout
 from cleanba.core.seeding import Role
 from cleanba.core.topology import LEARNER
-
-with warnings.catch_warnings():  # rlax imports names that JAX is about to drop
-    warnings.simplefilter("ignore")
-    import rlax
 
 PPO = [ppo, ppo_atari]
 impala_targets: Any = impala_atari.targets  # takes NumPy arrays as well
@@ -113,20 +108,6 @@ def test_vtrace_equals_the_plain_sum(seed: int) -> None:
     expected_advantage, expected_target = plain_vtrace(rollout, value, log_ratio, 0.93)
     assert_close_where(rollout.valid, target, expected_target)
     assert_close_where(rollout.valid, advantage, expected_advantage)
-
-
-@pytest.mark.parametrize("end", [0.0, 0.2])
-def test_vtrace_equals_rlax_where_nothing_is_cut(end: float) -> None:
-    rng = np.random.default_rng(4)
-    rollout, value = random_rollout(rng, 20, 30, end, with_cuts=False), rng.normal(size=(21, 30)).astype(np.float32)
-    log_ratio = rng.normal(size=(20, 30)).astype(np.float32)
-    advantage, target = impala_targets(rollout, value, log_ratio, impala_atari.Args(gamma=0.93))
-    # rlax takes the value after the last row as the bootstrap of the policy gradient too, as the paper does.
-    discount = (0.93 * ~rollout.terminated).astype(np.float32)
-    each_env = jax.vmap(rlax.vtrace_td_error_and_advantage, in_axes=1, out_axes=1)
-    theirs = each_env(value[:-1], value[1:], rollout.reward, discount, np.exp(log_ratio))
-    assert_close_where(rollout.valid, target, np.asarray(theirs.errors + value[:-1]))
-    assert_close_where(rollout.valid, advantage, np.asarray(theirs.pg_advantage))
 
 
 def oracle_act(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) -> Acted:

@@ -21,6 +21,8 @@ from gymnasium.spaces import Box, Discrete
 from cleanba.core.rollout import Outcome
 from cleanba.core.seeding import Role, env_seeds
 
+warnings.filterwarnings("ignore", ".*precision lowered by casting")  # EnvPool's float64 bounds of float32 spaces
+
 ATARI_PROTOCOLS: dict[str, dict[str, Any]] = {
     # Machado et al. 2018 (arXiv:1709.06009), as the original Cleanba sets it; fire on reset is EnvPool's default.
     "machado": dict(
@@ -100,19 +102,17 @@ def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
         engine = "envpool" if env_id in _envpool_ids() else "gymnasium"
     if engine == "envpool" and env_id not in _envpool_ids():
         raise EnvError(f"EnvPool has no environment {env_id!r}; try --engine gymnasium, or one like {_alike(env_id)}")
-    with warnings.catch_warnings():  # both libraries warn about the precision of bounds
-        warnings.simplefilter("ignore")
-        if engine == "envpool":
-            spec = envpool.make_spec(env_id, **_envpool_options(env_id, protocol))
-            observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        else:
-            try:
-                env = gymnasium.make(env_id)
-            except (gymnasium.error.Error, ImportError, ValueError) as error:
-                reason = " ".join(str(error).split())
-                raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
-            observation_space, action_space = env.observation_space, env.action_space
-            env.close()
+    if engine == "envpool":
+        spec = envpool.make_spec(env_id, **_envpool_options(env_id, protocol))
+        observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
+    else:
+        try:
+            env = gymnasium.make(env_id)
+        except (gymnasium.error.Error, ImportError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
+        observation_space, action_space = env.observation_space, env.action_space
+        env.close()
     if not isinstance(observation_space, Box):
         raise EnvError(f"{env_id!r} shows {observation_space}; an observation must be one array (a Box space)")
     if not isinstance(action_space, Discrete | Box):

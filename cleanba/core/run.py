@@ -1,8 +1,10 @@
 """A run and what it leaves behind: its directory, metrics, progress and trackers; and how it ends, well or badly."""
 
 import hashlib
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -65,8 +67,11 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._check_dir()
-        self.dir.mkdir(parents=True, exist_ok=True)
-        (self.dir / "result.json").unlink(missing_ok=True)
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            usage_error(f"--run-dir {self.dir} cannot be made: {error.strerror}")
+        shutil.rmtree(self.dir / "tensorboard", ignore_errors=True)  # of a run that did not end: it begins again
         config = {
             "algorithm": self.algorithm,
             "experiment": self.args.experiment,
@@ -80,11 +85,10 @@ class Run:
         self._metrics = (self.dir / "metrics.jsonl").open("w", buffering=1)
         self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
         self._wandb = _start_wandb(self, config) if self.args.track else None
-        columns = ("[bold]{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-        texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-        self._progress = Progress(*texts, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
+        columns = TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}")
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
         self._progress.start()
-        self._bar = self._progress.add_task("update", total=self.args.num_updates, news="compiling")
+        self._bar = self._progress.add_task("", total=self.args.num_updates, news="compiling")
         self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
         return self
 
@@ -96,7 +100,9 @@ class Run:
         return self._console.is_terminal
 
     def _check_dir(self) -> None:
-        """An existing directory must be this experiment's; a finished one is left alone."""
+        """An existing directory must be this experiment's; a finished one is left alone. Nothing is written before."""
+        if self.args.track and importlib.util.find_spec("wandb") is None:
+            usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
         if self.dir.exists() and not self.dir.is_dir():
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
@@ -226,11 +232,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _start_wandb(run: Run, config: dict) -> Any:
-    """Weights & Biases, as CleanRL sets it up; a missing package is bad input."""
-    try:
-        import wandb
-    except ImportError:
-        usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
+    """Weights & Biases, as CleanRL sets it up."""
+    import wandb  # here, because it is an extra
+
     args = run.args
     return wandb.init(
         project=args.wandb_project_name,
