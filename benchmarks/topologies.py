@@ -36,8 +36,8 @@ def fingerprint(experiment: str, place: str) -> str:
     script, arguments = experiment.split(maxsplit=1)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [*prefix.split(), sys.executable, ROOT / "cleanba" / script, *arguments.split()]
-        where = ["--topology", *topology.split(), "--run-dir", run_dir]
+        command = [*prefix.split(), sys.executable, str(ROOT / "cleanba" / script), *arguments.split()]
+        where = ["--topology", *topology.split(), "--run-dir", str(run_dir)]
         subprocess.run([*command, *where], check=True, stdout=subprocess.DEVNULL)
         return json.loads((run_dir / "result.json").read_text())["fingerprint"][:16]
 
