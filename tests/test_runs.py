@@ -101,7 +101,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     result = run("ppo", tmp_path, "--total-timesteps 150000 --seed 5 --save-model --eval-episodes 10 --track")
     assert result["eval_episodic_return"] >= 400
     assert "evaluation: mean return" in result["stdout"]
-    assert "next: cleanba eval" in result["stdout"]
+    assert f"cleanba eval {tmp_path} --episodes 100" in result["stdout"]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["algorithm"] == "ppo"
     assert config["experiment"]["seed"] == 5

@@ -188,7 +188,8 @@ class Run:
         _write_json(self.dir / "result.json", result)
         self._say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
         if self.args.save_model:
-            self._say(f"next: cleanba eval {self.dir} --episodes 100")
+            command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
+            self._say(f"next: {command} eval {self.dir} --episodes 100")
 
     def _save_model(self, act: Any, params: Any) -> dict[str, Any]:
         """Arrays and JSON, nothing that can execute; returns what the evaluation adds to the result."""
