@@ -36,16 +36,14 @@ def tiny_network(args: Any) -> type[TinyNetwork]:
     return TinyNetwork
 
 
-def random_rollout(
-    rng: np.random.Generator, T: int, B: int, end: float = 0.3, with_cuts: bool = True, D: int = D, A: int = A
-) -> Rollout:
+def random_rollout(rng: np.random.Generator, T: int, B: int, end: float = 0.3, D: int = D, A: int = A) -> Rollout:
     """Ends and cuts at random; the row after an end is a reset row, as an engine would make it."""
     terminated, truncated, valid = (np.zeros((T, B), bool) for _ in range(3))
     ended = rng.random(B) < end  # the rollout before may have ended an episode in its last row
     for t in range(T):
         valid[t] = ~ended
         terminated[t] = valid[t] & (rng.random(B) < end)
-        truncated[t] = valid[t] & ~terminated[t] & (rng.random(B) < end) & with_cuts
+        truncated[t] = valid[t] & ~terminated[t] & (rng.random(B) < end)
         ended = terminated[t] | truncated[t]
     return Rollout(
         obs=rng.normal(size=(T + 1, B, D)).astype(np.float32),
@@ -66,7 +64,7 @@ def random_rollout(
 def random_rollouts(seed: int, args: Any, **sizes: int) -> list[Rollout]:
     """One for each shard."""
     rng = np.random.default_rng(seed)
-    return [random_rollout(rng, args.num_steps, args.envs_per_shard, **sizes) for _ in range(args.num_shards)]  # type: ignore[arg-type]
+    return [random_rollout(rng, args.num_steps, args.envs_per_shard, **sizes) for _ in range(args.num_shards)]
 
 
 def stack(rollouts: list[Rollout]) -> Rollout:

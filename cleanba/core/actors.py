@@ -1,6 +1,7 @@
 """Actor threads: each steps its shards and hands their rollouts to the learner, in lockstep."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,8 +114,9 @@ class Actors:
 
     def __exit__(self, *failure: object) -> None:
         self._lockstep.stop()
+        deadline = time.monotonic() + 2.0
         for thread in self._threads:
-            thread.join(timeout=None if failure[0] is None else 2.0)
+            thread.join(timeout=None if failure[0] is None else max(0.0, deadline - time.monotonic()))
 
     def _main(self, thread: int, device: jax.Device, shards: list[int]) -> None:
         collector: Collector | None = None
