@@ -2,7 +2,7 @@
 
 Differs from the paper: bootstraps through truncation; normalizes advantages over the whole minibatch.
 Run:       python cleanba/ppo.py --env-id CartPole-v1
-Expect:    500 on CartPole-v1 after 500,000 steps, in under a minute on a laptop
+Expect:    500 on CartPole-v1 after 500,000 steps, in about a minute on two cores
 Read next: ppo_atari.py (pixels), core/rollout.py (time), core/shards.py (why the numbers cannot move)
 """
 
