@@ -259,10 +259,10 @@ if __name__ == "__main__":
     with Run(args) as run, Actors(act, run) as actors:
         learn = Learner(update, run)
         state = learn.init(init)
-        actors.publish(1, state.params)
+        actors.publish(run.done + 1, state.params)
         for n in run.updates():
             rollouts = actors.collect(n)
             state, metrics = learn(state, rollouts, n)
             actors.publish(n + 1, state.params)
-            run.log(n, metrics, rollouts, state.params)
+            run.log(n, metrics, rollouts, state)
         run.finish(act, state.params)

@@ -79,8 +79,9 @@ def learn(module: Any, args: Any, params: Any, rollouts: list[Rollout], updates:
     state = layout.replicate(State(params, module.optimizer(args).init(params)))
     metrics: dict[str, float] = {}
     for n in range(1, updates + 1):
-        placed = [to_device(r, layout.learner_of(i, args.num_shards)) for i, r in enumerate(rollouts)]
-        state, metrics = learner(state, Collected(layout.stack(placed), n, 0, [], []), n)
+        placed = {i: to_device(r, layout.learner_of(i, args.num_shards)) for i, r in enumerate(rollouts)}
+        together = layout.stack(placed, args.num_shards)
+        state, metrics = learner(state, Collected(together, n, 0, [], [], {}, np.zeros((1, 3))), n)
     return jax.device_get(state), metrics
 
 

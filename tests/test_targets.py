@@ -138,7 +138,7 @@ def test_the_oracle_leaves_no_error_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     impala_loss = jax.jit(partial(impala_atari.loss, {}, args=impala_args))
     for n in range(1, 13):
         for shard in (0, 1):
-            rollout, _ = collector.collect({}, shard, n)
+            rollout, *_ = collector.collect({}, shard, n)
             value = rollout.obs[..., 0]
             for prepared in prepare:
                 batch = prepared(rollout)

@@ -2,11 +2,13 @@
 
 import functools
 import math
+import re
 import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeVar
 
 from cleanba.core import envs
+from cleanba.core.processes import Place, end_with_supervisor, find_place, supervise
 from cleanba.core.topology import Topology, TopologyError
 from cleanba.core.usage import read, usage_error
 
@@ -37,6 +39,19 @@ class MachineArgs:
     """fused: a rollout is one jitted call through EnvPool's XLA interface; stepwise: a Python loop"""
     run_dir: str = ""
     """where the run's files go (default: runs/ENV__NAME__SEED__TIME)"""
+    checkpoint_every: str = "5m"
+    """updates (50) or time (90s, 5m, 2h) between checkpoints; 0: only at the end and on a signal"""
+    keep_checkpoints: int = 2
+    """how many are kept: where the newest is damaged, the one before serves"""
+    resume_envs: Literal["exact", "fresh"] = "exact"
+    """fresh: a resumed run goes on with new environments, where the old ones cannot be replayed; the numbers change"""
+    coordinator_address: str = ""
+    """host:port where the processes of a topology like a0-l0-d2 meet, if no scheduler says it; same as the variable
+    JAX_COORDINATOR_ADDRESS"""
+    process_id: int | None = None
+    """which of them this is, from 0; same as JAX_PROCESS_ID"""
+    peer_timeout: float = 60.0
+    """seconds of silence after which a process counts as lost"""
     exp_name: str = ""
     """the NAME in that (default: the algorithm file's)"""
     save_model: bool = False
@@ -73,6 +88,8 @@ class CoreArgs(MachineArgs):
     """parts that environments and gradients are computed in; the largest number of learners"""
     concurrency: bool = True
     """collect rollout n with version n-1 while update n-1 runs; without: wait for version n"""
+    renew_envs_every: int = 0
+    """make new environments every so many updates: a resumed run then replays at most that many; 0: never"""
     cpu_threads: int = 16
     """threads of XLA's pool on the CPU, and the most virtual devices: the order of a sum depends on it"""
 
@@ -98,6 +115,21 @@ class CoreArgs(MachineArgs):
             return Topology.parse(self.topology)
         return Topology(self.actor_device_ids or (0,), self.learner_device_ids or (0,))
 
+    @functools.cached_property
+    def place(self) -> Place:
+        """Which of the run's processes this is; the only one if nobody says otherwise."""
+        found = find_place(self.coordinator_address, self.process_id, self.layout.processes)
+        return found or Place(0, 1, "")
+
+    @property
+    def checkpoint_interval(self) -> tuple[int, float]:
+        """Updates and seconds between checkpoints; 0 where that does not count."""
+        match = re.fullmatch(r"(\d+)([smh]?)", self.checkpoint_every)
+        if match is None:
+            usage_error(f"--checkpoint-every {self.checkpoint_every!r} is neither updates (50) nor time (90s, 5m, 2h)")
+        number, unit = int(match[1]), match[2]
+        return (0, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, 0.0)
+
     @property
     def env_spec(self) -> envs.EnvSpec:
         """What the environment shows and takes."""
@@ -119,7 +151,9 @@ class CoreArgs(MachineArgs):
         for name, value in (self.experiment | self.machine).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 usage_error(f"{option(name)} {value} must be a number that is not negative")
-        counts = "num_envs num_steps num_shards cpu_threads num_actor_threads env_threads eval_episodes"
+        counts = (
+            "num_envs num_steps num_shards cpu_threads num_actor_threads env_threads eval_episodes keep_checkpoints"
+        )
         for name in counts.split():
             self.check_that(getattr(self, name) > 0, f"{option(name)} must be at least 1")
         self.check_that(self.seed < 2**32, f"--seed {self.seed} is too large; the largest is {2**32 - 1}")
@@ -129,6 +163,8 @@ class CoreArgs(MachineArgs):
             f"--total-timesteps {self.total_timesteps} is less than one update of {self.batch_size} steps "
             f"(--num-envs {self.num_envs} x --num-steps {self.num_steps})",
         )
+        _ = self.checkpoint_interval
+        self.check_that(self.peer_timeout > 0, "--peer-timeout must be more than 0 seconds")
         self.check_topology()
         try:
             engine = self.env_spec.engine
@@ -146,10 +182,8 @@ class CoreArgs(MachineArgs):
             layout = Topology.parse(str(self.layout))
         except TopologyError as error:
             usage_error(str(error))
-        learners, threads = len(layout.learners), len(layout.actors) * self.num_actor_threads
-        self.check_that(
-            layout.processes == 1, f"topology {layout}: several processes are not there yet; use -d1 with more learners"
-        )
+        learners = len(layout.learners) * layout.processes
+        threads = len(layout.actors) * self.num_actor_threads * layout.processes
         self.check_that(
             learners <= self.num_shards,
             f"topology {layout}: {learners} learners for --num-shards {self.num_shards}; "
@@ -213,8 +247,20 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
             usage_error(f"{name} is not used here; use {INSTEAD[name]}")
     args = read(cls, argv, description=sys.modules[cls.__module__].__doc__)
     args.check()
+    asked, started = args.layout.processes, args.place.processes
+    if asked > 1 and not args.place.coordinator:
+        raise SystemExit(supervise(asked, args.layout.devices_needed))
+    args.check_that(
+        asked == started,
+        f"topology {args.layout} names {asked} process{'es' * (asked > 1)}, but {started} were started; "
+        f"use -d{started} or start {asked}",
+    )
+    args.check_that(
+        args.place.process < asked, f"process {args.place.process} is not one of the {asked} of topology {args.layout}"
+    )
+    end_with_supervisor()
     try:
-        args.layout.start(args.cpu_threads)
+        args.layout.start(args.cpu_threads, args.place, args.peer_timeout)
     except TopologyError as error:
         usage_error(str(error))
     return args

@@ -80,11 +80,11 @@ class Engine(Protocol):
         """Release the environments."""
 
 
-def make(args: Any, shards: Sequence[int], role: Role) -> Engine:
-    """The environments of these shards, seeded by their global indices."""
+def make(args: Any, shards: Sequence[int], role: Role, since: int = 1) -> Engine:
+    """The environments of these shards from rollout `since` on, seeded by their global indices."""
     num_envs = args.envs_per_shard
     indices = [shard * num_envs + i for shard in shards for i in range(num_envs)]
-    seeds = env_seeds(args.seed, role, indices)
+    seeds = env_seeds(args.seed, role, indices, since)
     if args.env_spec.engine == "gymnasium":
         return GymnasiumEngine(args.env_id, num_envs, seeds, indices)
     return EnvPoolEngine(args.env_id, args.atari_protocol, num_envs, seeds, args.env_threads)

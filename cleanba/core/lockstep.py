@@ -43,6 +43,7 @@ class Lockstep:
 
     def __init__(self, num_updates: int, concurrency: bool, num_threads: int):
         self.num_updates, self.lag = num_updates, int(concurrency)
+        self.done = 0  # updates of an earlier session, which a resumed run goes on after
         self.failure: BaseException | None = None
         self._stopped = False
         self._changed = threading.Condition()
@@ -68,10 +69,10 @@ class Lockstep:
         return versions[0], list(items)
 
     def actor(self, thread: int, rollout: Callable[[int, Any], Any]) -> None:
-        """Actor: collect every rollout of the run by calling `rollout(n, params)`; a failure becomes the run's."""
+        """Actor: collect every rollout that is left by calling `rollout(n, params)`; a failure becomes the run's."""
         try:
             version, params = 0, None
-            for n in range(1, self.num_updates + 1):
+            for n in range(self.done + 1, self.num_updates + 1):
                 while version < self.version_for(n):
                     version, params = self._params[thread].get()
                 self._rollouts[thread].put((n, version, rollout(n, params)))

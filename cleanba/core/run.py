@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,15 +24,19 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import save_file
-from tensorboardX import SummaryWriter
 
 from cleanba.core import evaluate
 from cleanba.core.actors import Collected
 from cleanba.core.args import CoreArgs
+from cleanba.core.checkpoint import Checkpoints, Snapshot, like
 from cleanba.core.lockstep import Lockstep
+from cleanba.core.processes import PeerLost, Peers
+from cleanba.core.records import Records, warn
+from cleanba.core.shards import State
 from cleanba.core.usage import usage_error
 
 WINDOW = 100  # episodes that the displayed and final return is the mean of
+WRITTEN, FAILED = 1, 2  # how a process's part of a checkpoint went
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal for a bar
 
 
@@ -48,68 +53,158 @@ def fingerprint(params: Any) -> str:
     return digest.hexdigest()
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end; it can be gone on with."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.status = 128 + signum
+
+
 class Run:
-    """Context of a run: `updates` counts them, `log` records them, `finish` saves and evaluates the result."""
+    """Context of a run: `updates` counts them, `log` records them, `finish` saves and evaluates the result.
+
+    Entering an unfinished run's directory goes on after its last checkpoint. Process 0 writes what belongs to all.
+    """
 
     def __init__(self, args: CoreArgs):
-        self.args = args
+        self.args, self.place = args, args.place
         self.algorithm = Path(sys.modules[type(args).__module__].__file__ or "interactive").stem
         self.lockstep = Lockstep(args.num_updates, args.concurrency, len(args.layout.actors) * args.num_actor_threads)
-        name = f"{args.env_id}__{args.exp_name or self.algorithm}__{args.seed}__{int(time.time())}"
-        self.name = name.replace("/", "-").replace(":", "-")
-        self.dir = Path(args.run_dir or Path("runs") / self.name)
         self.global_step = 0
+        self.done = 0  # updates of earlier sessions
+        self.acting: Any = None  # the parameters that the rollout under way uses, where they are not the newest
+        self.carries: dict[int, Any] = {}  # to resume a recurrent policy with
+        self._restored: Snapshot | None = None
+        self._fresh_since = 1  # the first rollout that no longer needs the actions before it
+        self._latest: Snapshot | None = None
+        # The updates of the last complete checkpoint, of the one being written, and of the last that was tried.
+        self._saved = self._pending = self._tried = 0
+        self._handlers: dict[int, Any] = {}
+        self._last_checkpoint = time.monotonic()
+        self._signal, self._signal_time = 0, 0.0
         self._returns: deque[float] = deque(maxlen=WINDOW)
-        self._console = Console(stderr=False, soft_wrap=True)
+        self._console = Console(stderr=False, soft_wrap=True, quiet=not self._is_main)
         self._timed_from: tuple[float, int] | None = None
         self._last_line = 0.0
         self._last_fingerprint = ""
 
+    @property
+    def _is_main(self) -> bool:
+        return self.place.process == 0
+
     def __enter__(self) -> "Run":
-        self._check_dir()
+        self.peers = Peers(self.place, self.args.peer_timeout, self.args.layout.gather)
+        now = int(self.args.layout.gather(np.int32(time.time()))[0])
+        name = f"{self.args.env_id}__{self.args.exp_name or self.algorithm}__{self.args.seed}__{now}"
+        self.name = name.replace("/", "-").replace(":", "-")
+        self.dir = Path(self.args.run_dir or Path("runs") / self.name)
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            usage_error(f"--run-dir {self.dir} cannot be made: {error.strerror}")
-        shutil.rmtree(self.dir / "tensorboard", ignore_errors=True)  # of a run that did not end: it begins again
-        config = {
+            self._listen_to_signals()
+            self._begin()
+        except (SystemExit, Interrupted) as error:
+            status = error.status if isinstance(error, Interrupted) else int(error.code or 0)
+            self.peers.end(status, "did not begin the run" if status else "found the run finished")
+            if self.place.processes > 1:
+                _leave(status)
+            raise SystemExit(status) from None
+        except BaseException as error:
+            self.peers.end(1, f"failed: {error}")
+            raise
+        self.peers.lost = self.lockstep.fail
+        return self
+
+    def _listen_to_signals(self) -> None:
+        """Signals that a scheduler or a user ends a run with. Alone, it breaks off and saves what it has; several
+        processes agree first, at the end of the update under way. A second signal does not wait."""
+
+        def handle(signum: int, _: Any) -> None:
+            if self._signal and time.monotonic() - self._signal_time > 1:  # sooner it is the same one from elsewhere
+                os._exit(128 + signum)
+            if not self._signal:
+                self._signal, self._signal_time = signum, time.monotonic()
+                if self.place.processes == 1:
+                    raise Interrupted(signum)
+
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def _begin(self) -> None:
+        """Look at the directory, find the last checkpoint, and open what will be written."""
+        config = self._check_dir() if self._is_main else {}
+        self.checkpoints = Checkpoints(self.dir, self.args, self.place.process)
+        self.done = int(self.args.layout.gather(np.int32(self.checkpoints.newest() if self._is_main else 0))[0])
+        if self.done:
+            self._restore()
+        self.lockstep.done = self.done
+        if self._is_main:
+            self._open_files(config)
+        self._progress = self._make_progress()
+        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
+        if self.done:
+            self._say(f"going on after update {self.done}, step {self.global_step:,}")
+
+    def _restore(self) -> None:
+        shards = self.args.layout.shards_of(self.place.process, self.args.num_shards)
+        snapshot = self._restored = self.checkpoints.load(self.done, shards)
+        self.carries, self._saved, self._tried = snapshot.carries, self.done, self.done
+        self.global_step = snapshot.progress["global_step"]
+        self._last_fingerprint = snapshot.progress["fingerprint"]
+        self._returns.extend(snapshot.progress["returns"])
+        self._fresh_since = self.done + 1 if self.args.resume_envs == "fresh" else snapshot.progress["fresh_since"]
+
+    def _open_files(self, old: dict[str, Any]) -> None:
+        """Only process 0. Nothing is written before this."""
+        session = {"after_update": self.done, "topology": str(self.args.layout), "command": sys.argv}
+        session["envs"] = self.args.resume_envs if self.done else "new"
+        versions = {name: version(name) for name in ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool")}
+        config = old or {
             "algorithm": self.algorithm,
+            "name": self.name,
             "experiment": self.args.experiment,
             "machine": self.args.machine | {"topology": str(self.args.layout)},
-            "versions": {name: version(name) for name in ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool")},
+            "versions": versions,
             "devices": [f"{device.platform}:{device.device_kind}" for device in jax.local_devices()],
             "git_commit": _git_commit(),
             "command": sys.argv,
         }
-        _write_json(self.dir / "config.json", config)
-        self._metrics = (self.dir / "metrics.jsonl").open("w", buffering=1)
-        self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
-        self._wandb = _start_wandb(self, config) if self.args.track else None
+        self.name = config.get("name", self.name)
+        if config["versions"] != versions:
+            changed = [f"{k} {config['versions'].get(k)} -> {versions[k]}" for k in versions]
+            warn(f"other versions than the run began with may give other bits: {', '.join(changed)}")
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            write_json(self.dir / "config.json", config | {"sessions": [*config.get("sessions", []), session]})
+            tracker = _start_wandb(self, config) if self.args.track else None
+            self._records = Records(self.dir, self.done, tracker)
+        except OSError as error:
+            usage_error(f"--run-dir {self.dir} cannot be written: {error.strerror}")
+
+    def _make_progress(self) -> Progress:
         columns = TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}")
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
-        self._progress.start()
-        self._bar = self._progress.add_task("", total=self.args.num_updates, news="compiling")
-        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
-        return self
+        progress = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
+        progress.start()
+        self._bar = progress.add_task("", total=self.args.num_updates, completed=self.done, news="compiling")
+        return progress
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False)
 
     @property
     def _is_terminal(self) -> bool:
-        return self._console.is_terminal
+        return self._is_main and self._console.is_terminal
 
-    def _check_dir(self) -> None:
-        """An existing directory must be this experiment's; a finished one is left alone. Nothing is written before."""
+    def _check_dir(self) -> dict[str, Any]:
+        """An existing directory must be this experiment's; a finished one is left alone. Its configuration, if any."""
         if self.args.track and importlib.util.find_spec("wandb") is None:
             usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
         if self.dir.exists() and not self.dir.is_dir():
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
         if not config.exists():
-            if self.dir.exists() and any(self.dir.iterdir()):
+            if self.dir.exists() and any(path.suffix != ".tmp" for path in self.dir.iterdir()):
                 usage_error(f"--run-dir {self.dir} has files in it but no run; name an empty or a new directory")
-            return
+            return {}
         old = json.loads(config.read_text())
         new = json.loads(json.dumps(self.args.experiment | {"algorithm": self.algorithm}))
         was = old["experiment"] | {"algorithm": old["algorithm"]}
@@ -119,18 +214,50 @@ class Run:
         if (self.dir / "result.json").exists():
             print(f"{self.dir} is finished: nothing to do", flush=True)
             raise SystemExit(0)
+        return old
+
+    def restored(self, state: State) -> State:
+        """The state of the last checkpoint, or this one if there is none."""
+        if self._restored is None:
+            return state
+        if self._restored.acting:
+            self.acting = like(state.params, self._restored.acting)
+        return like(state, self._restored.state)
+
+    def envs_since(self, n: int) -> int:
+        """The rollout that the environments of rollout n were made for."""
+        every = self.args.renew_envs_every
+        return max(self._fresh_since, 1 + (n - 1) // every * every if every else 1)
+
+    def replayed(self, shard: int, n: int) -> None:
+        """Show how far the environments of a resumed run are."""
+        now = time.perf_counter()
+        news = f"replaying environments: shard {shard}, rollout {n} of {self.done}"
+        self._progress.update(self._bar, news=news)
+        if self._is_main and not self._is_terminal and now - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(news, flush=True)
 
     def updates(self) -> Iterator[int]:
-        """The numbers of the updates, from 1."""
-        yield from range(1, self.args.num_updates + 1)
+        """The numbers of the updates that are left, from 1."""
+        yield from range(self.done + 1, self.args.num_updates + 1)
 
-    def log(self, n: int, metrics: dict[str, float], collected: Collected, params: Any) -> None:
-        """Record update n everywhere."""
+    def vote(self) -> np.ndarray:
+        """What this process tells all others with every rollout: its signal, whether it is time for a checkpoint, and
+        how the writing of its part of the last one went."""
+        seconds = self.args.checkpoint_interval[1]
+        is_time = self._is_main and 0 < seconds <= time.monotonic() - self._last_checkpoint
+        is_written = self._pending and not self.checkpoints.is_writing
+        written = (WRITTEN if self.checkpoints.outcome() else FAILED) if is_written else 0
+        return np.array([self._signal, is_time, written], np.int32)
+
+    def log(self, n: int, metrics: dict[str, float], collected: Collected, state: State) -> None:
+        """Record update n everywhere, and save it when it is time to."""
         now = time.perf_counter()
         self.global_step += collected.steps
         if self._timed_from is None:
             self._timed_from = (now, self.global_step)
-        self._last_fingerprint = fingerprint(params)
+        self._last_fingerprint = fingerprint(state.params)
         self._returns.extend(collected.returns)
         record: dict[str, Any] = {
             "update": n,
@@ -144,13 +271,58 @@ class Run:
             record["charts/episodic_length"] = float(np.mean(collected.lengths))
         record |= metrics
         record |= {"charts/SPS": round(self.sps), "stats/time": time.time()}
-        self._metrics.write(json.dumps(record) + "\n")
-        scalars = {k: v for k, v in record.items() if "/" in k} | {"charts/policy_lag": record["policy_lag"]}
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, self.global_step)
-        if self._wandb is not None:
-            self._wandb.log(scalars | {"global_step": self.global_step}, step=self.global_step)
+        if self._is_main:
+            self._records.add(record)
+        self._remember(n, collected, state)
+        self._save_if_due(n, collected.votes)
         self._show(n, now)
+        if signum := int(collected.votes[:, 0].max()):
+            raise Interrupted(signum)
+
+    def _remember(self, n: int, collected: Collected, state: State) -> None:
+        """Keep what a checkpoint of update n needs."""
+        progress = {
+            "global_step": self.global_step,
+            "fingerprint": self._last_fingerprint,
+            "returns": list(self._returns),
+            "fresh_since": self._fresh_since,
+        }
+        since = self.envs_since(n)
+        self.checkpoints.actions.add(n, since, collected.marks)
+        carries = {shard: mark.carry for shard, mark in collected.marks.items()}
+        self._latest = Snapshot(n, since, state, self.acting, carries, progress)
+
+    def _save_if_due(self, n: int, votes: np.ndarray) -> None:
+        """Begin a checkpoint, or complete the one under way. All processes see the same votes and decide the same."""
+        _, is_time, written = votes.T
+        if self._pending and written.all():
+            self._complete(all_written=bool((written == WRITTEN).all()))
+        updates = self.args.checkpoint_interval[0]
+        is_due = is_time.any() or (updates > 0 and n // updates > self._tried // updates)
+        if is_due and not self._pending:
+            self._begin_checkpoint()
+
+    def _begin_checkpoint(self) -> None:
+        assert self._latest is not None
+        self._last_checkpoint = time.monotonic()
+        self._pending = self._tried = self._latest.update
+        self.checkpoints.begin(self._latest)
+
+    def _complete(self, all_written: bool) -> None:
+        if self._is_main:
+            (self.checkpoints.commit if all_written else self.checkpoints.discard)(self._pending)
+        self._saved, self._pending = self._pending if all_written else self._saved, 0
+
+    def _all_written(self) -> bool:
+        return bool(self.args.layout.gather(np.int32(self.checkpoints.outcome())).all())
+
+    def _save_now(self) -> None:
+        """Save the last update and wait for it. In several processes: all must call this after the same update."""
+        if self._pending:
+            self._complete(self._all_written())
+        if self._latest is not None and self._latest.update > self._saved:
+            self._begin_checkpoint()
+            self._complete(self._all_written())
 
     @property
     def sps(self) -> float:
@@ -169,13 +341,22 @@ class Run:
         score = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
         news = f"{self.sps:,.0f} steps/s · return {score}"
         self._progress.update(self._bar, completed=n, news=news)
-        if not self._is_terminal and (now - self._last_line > SECONDS_BETWEEN_LINES or n == self.args.num_updates):
+        if (
+            self._is_main
+            and not self._is_terminal
+            and (now - self._last_line > SECONDS_BETWEEN_LINES or n == self.args.num_updates)
+        ):
             self._last_line = now
             print(f"update {n}/{self.args.num_updates} · step {self.global_step:,} · {news}", flush=True)
 
     def finish(self, act: Any, params: Any) -> None:
-        """Write the result; with --save-model also the model, its evaluation and the learning curve."""
+        """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
         self._progress.stop()
+        self._save_now()
+        if self.place.processes > 1:
+            jax.distributed.shutdown()  # the others are done; JAX would abort them if process 0 left first
+        if not self._is_main:
+            return
         result: dict[str, Any] = {
             "fingerprint": self._last_fingerprint,
             "global_step": self.global_step,
@@ -185,7 +366,7 @@ class Run:
         }
         if self.args.save_model:
             result |= self._save_model(act, params)
-        _write_json(self.dir / "result.json", result)
+        write_json(self.dir / "result.json", result)
         self._say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
         if self.args.save_model:
             command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
@@ -196,7 +377,7 @@ class Run:
         model, curve = self.dir / "model", self.dir / "learning_curve.png"
         model.mkdir(exist_ok=True)
         save_file(flatten(params), model / "params.safetensors")
-        _write_json(model / "config.json", {"algorithm": self.algorithm, "experiment": self.args.experiment})
+        write_json(model / "config.json", {"algorithm": self.algorithm, "experiment": self.args.experiment})
         from cleanba.tools.plot import plot  # here, because drawing takes a second to import
 
         plot([self.dir], curve)
@@ -208,28 +389,42 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.stop()
-        self._metrics.close()
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
-        if error is None:
-            return
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if status == 130:
-            print(f"interrupted after step {self.global_step:,}; files in {self.dir}", file=sys.stderr)
-        busy = [thread for thread in threading.enumerate() if thread.name.startswith("cleanba-")]
-        if busy and not sys.flags.interactive:  # inside a compiled call, which cannot be broken off
-            if status == 1:
+        agreed = self.place.processes == 1 or isinstance(error, Interrupted | FloatingPointError)
+        if error is not None and agreed:
+            self._save_now()
+        if self._is_main:
+            self._records.close(failed=error is not None)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        status = getattr(error, "status", 130 if isinstance(error, KeyboardInterrupt) else 1) if error else 0
+        if isinstance(error, PeerLost):
+            print(f"process {self.place.process} ends: {error}", file=sys.stderr)
+        if isinstance(error, KeyboardInterrupt) and self._is_main:
+            rest = f"the same command goes on after update {self._saved}" if self._saved else "nothing was saved yet"
+            name = "interrupted" if status == 130 else f"ended by {error}"
+            print(f"{name} after step {self.global_step:,}; files in {self.dir}; {rest}", file=sys.stderr)
+        busy = any(thread.name.startswith("cleanba-") for thread in threading.enumerate())
+        if error is not None and (busy or self.place.processes > 1) and not sys.flags.interactive:
+            if not isinstance(error, KeyboardInterrupt | PeerLost):
                 traceback.print_exception(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        if status == 130:
-            raise SystemExit(130) from error
+            self.peers.end(status, f"ended: {type(error).__name__}: {error}")
+            _leave(status)  # from calls that cannot be broken off, and from JAX's wait for lost processes
+        self.peers.end(0)
+        if isinstance(error, KeyboardInterrupt):
+            raise SystemExit(status) from error
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def _start_wandb(run: Run, config: dict) -> Any:
@@ -241,6 +436,8 @@ def _start_wandb(run: Run, config: dict) -> Any:
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         name=run.name,
+        id=run.name,
+        resume="allow",
         config=config,
         dir=run.dir,
         save_code=True,

@@ -27,7 +27,11 @@ def key(seed: int, role: Role, *names: int | jax.Array) -> jax.Array:
     return result
 
 
-def env_seeds(seed: int, role: Role, indices: Sequence[int]) -> list[int]:
-    """One seed for each global environment index, all different: an odd multiplier permutes the 31-bit numbers."""
-    base = int(np.random.SeedSequence([seed, role]).generate_state(1)[0])
+def env_seeds(seed: int, role: Role, indices: Sequence[int], since: int = 1) -> list[int]:
+    """One seed for each global environment index, all different: an odd multiplier permutes the 31-bit numbers.
+
+    `since` is the rollout that the environments are made for: those that follow others are seeded anew.
+    """
+    names = [seed, role] if since == 1 else [seed, role, since]
+    base = int(np.random.SeedSequence(names).generate_state(1)[0])
     return [(base + index * 0x9E3779B1) % 2**31 for index in indices]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from cleanba.core.seeding import Role, key
@@ -81,17 +82,20 @@ def total(tree: Any) -> Any:
     """The sum over all shards, [S / L, ...] -> [...], on every learner.
 
     The tree adds neighbours, then neighbouring sums, and so on. Where every learner holds the same power of two of
-    shards, it sums its own subtree before it sends it; the additions are the same ones.
+    shards, it sums its own subtree before it sends it; the additions are the same ones. All of it is sent in one
+    message, because between processes a message costs more than its content.
     """
-    once = _once.get()
-
-    def sum_leaf(x: jax.Array) -> jax.Array:
-        if once is None and x.shape[0] & (x.shape[0] - 1) == 0:
-            x = fenced(_tree_sum)(x)[None]
-        x = jax.lax.all_gather(x, LEARNER, tiled=True)
-        return fenced(_tree_sum)(x if once is None else x[once])
-
-    return jax.tree.map(sum_leaf, tree)
+    once, num_learners = _once.get(), jax.lax.axis_size(LEARNER)
+    count = jax.tree.leaves(tree)[0].shape[0]
+    if once is None and (num_learners == 1 or count & (count - 1) == 0):
+        tree = jax.tree.map(lambda x: fenced(_tree_sum)(x)[None], tree)
+    one = jax.tree.map(lambda x: x[0], tree)
+    if num_learners == 1:
+        return one
+    unravel = ravel_pytree(one)[1]
+    message = jax.lax.all_gather(jax.vmap(lambda one: ravel_pytree(one)[0])(tree), LEARNER, tiled=True)
+    # The fence hides from what uses the sums that they came together.
+    return fenced(lambda message: unravel(_tree_sum(message if once is None else message[once])))(message)
 
 
 def _tree_sum(x: jax.Array) -> jax.Array:
@@ -105,16 +109,16 @@ class Learner:
     """An algorithm's `update`, compiled for the learners of the run's topology."""
 
     def __init__(self, update: Callable[..., tuple[State, dict]], run: Any):
-        self._args, self._lockstep = run.args, run.lockstep
+        self._run, self._args, self._lockstep = run, run.args, run.lockstep
         self._topology: Topology = run.args.layout
         self._shares = self._topology.shares(self._args.num_shards).ravel()
         specs: dict[str, Any] = dict(in_specs=(P(), P(LEARNER), P(LEARNER), P()), out_specs=P(), check_vma=False)
         self._update = jax.jit(jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs))
 
     def init(self, init: Callable[..., State]) -> State:
-        """The first state, computed on one device and copied to all learners."""
+        """The first state, or that of the run's last checkpoint, on all learners."""
         state = jax.jit(partial(init, args=self._args))(key(self._args.seed, Role.INIT))
-        return self._topology.replicate(state)
+        return self._topology.replicate(self._run.restored(state))
 
     def _step(self, update: Callable, state: State, rollouts: Any, shards: jax.Array, n: jax.Array) -> tuple:
         keys = jax.vmap(lambda shard: key(self._args.seed, Role.LEARN, shard, n))(shards)
@@ -131,7 +135,8 @@ class Learner:
         """Update n. Raises FloatingPointError rather than return parameters that are not finite."""
         if collected.version != self._lockstep.version_for(n):
             raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
-        compute = partial(self._update, state, collected.rollouts, self._shares, np.uint32(n))
+        before, places = state, self._topology.spread(self._shares)
+        compute = partial(self._update, state, collected.rollouts, places, np.uint32(n))
         state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
         metrics = {name: float(value) for name, value in metrics.items()}
         if not finite or not all(map(math.isfinite, metrics.values())):
@@ -140,4 +145,5 @@ class Learner:
                 f"update {n} diverged, its parameters were not published: {terms}. "
                 "Try a smaller --learning-rate, and look for infinite or NaN rewards and observations."
             )
+        self._run.acting = before.params if self._lockstep.lag else ()
         return state, metrics

@@ -1,9 +1,10 @@
 """Where things run: the `a0-l1,2,3-d2` notation, devices, the learners' mesh, and how JAX is started."""
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from cleanba.core import processes
+from cleanba.core.processes import Place
 
 LEARNER = "learner"  # the mesh axis
 
@@ -46,7 +50,12 @@ class Topology:
         actors, learners = (",".join(map(str, ids)) for ids in (self.actors, self.learners))
         return f"a{actors}-l{learners}-d{self.processes}"
 
-    def start(self, cpu_threads: int) -> None:
+    @property
+    def devices_needed(self) -> int:
+        """By each process."""
+        return max(self.actors + self.learners) + 1
+
+    def start(self, cpu_threads: int, place: Place | None = None, peer_timeout: float = 60.0) -> None:
         """Start JAX with the devices this topology names; on the CPU as many as needed are made.
 
         XLA's CPU thread pool splits a sum by its number of threads: the larger of the variable NPROC and the number of
@@ -55,7 +64,7 @@ class Topology:
         os.environ["NPROC"] = str(cpu_threads)
         # LAPACK, which orthogonal initializers call, splits its sums by the number of cores; it reads this when loaded.
         os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-        needed = max(self.actors + self.learners) + 1
+        needed = self.devices_needed
         # Learners that share few cores arrive at a collective minutes apart; XLA's 40 seconds would end the process.
         patience = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
         for flag in (patience, patience.replace("terminate", "warn_stuck"), "--xla_gpu_deterministic_ops=true"):
@@ -63,6 +72,8 @@ class Topology:
                 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         with contextlib.suppress(RuntimeError):  # JAX runs already, as in a notebook: its devices may be enough
             jax.config.update("jax_num_cpu_devices", min(needed, cpu_threads))
+        if place is not None and place.processes > 1:
+            processes.join(place, peer_timeout)
         found = jax.local_device_count()
         if found < needed:
             more = f"; --cpu-threads {needed} makes more" if jax.default_backend() == "cpu" else ""
@@ -75,23 +86,63 @@ class Topology:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices that learn, of all processes."""
-        return Mesh(np.array([jax.local_devices()[i] for i in self.learners]), (LEARNER,))
+        """The devices that learn, of all processes: neighbouring shards on neighbouring devices."""
+        devices = [[d for d in jax.devices() if d.process_index == p] for p in range(self.processes)]
+        return Mesh(np.array([own[i] for own in devices for i in self.learners]), (LEARNER,))
 
     def replicate(self, tree: Any) -> Any:
-        """A copy on every learner."""
-        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+        """A copy on every learner of what every process holds alike."""
+        put = functools.partial(jax.make_array_from_callback, sharding=NamedSharding(self.mesh, P()))
+        return jax.tree.map(lambda x: put(x.shape, data_callback=lambda index: x[index]), jax.device_get(tree))
+
+    def local(self, tree: Any) -> Any:
+        """This process's copy of what `replicate`, or an update, put on every learner."""
+        return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """Every process's arrays, of equal shapes, stacked in host memory: [processes, ...].
+
+        All that processes send goes through the learners, and one thing after another: gloo tells two messages between
+        the same devices apart by their order alone. So not by `multihost_utils`, which does not wait for every device.
+        """
+        if self.processes == 1:
+            return jax.tree.map(lambda x: np.asarray(x)[None], tree)
+        sharding, own = NamedSharding(self.mesh, P(LEARNER)), len(self.learners)
+
+        def rows(x: Any) -> jax.Array:
+            x = np.asarray(x)[None]
+            shape = (own * self.processes, *x.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, lambda index: x)
+
+        gathered = jax.block_until_ready(self._all_gather(jax.tree.map(rows, tree)))
+        return jax.tree.map(lambda x: np.asarray(x)[::own], gathered)
+
+    @functools.cached_property
+    def _all_gather(self) -> Any:
+        everything = functools.partial(jax.lax.all_gather, axis_name=LEARNER, tiled=True)
+        specs: dict[str, Any] = dict(in_specs=P(LEARNER), out_specs=P(), check_vma=False)
+        return jax.jit(jax.shard_map(lambda tree: jax.tree.map(everything, tree), mesh=self.mesh, **specs))
 
     def shares(self, num_shards: int) -> np.ndarray:
-        """The shards of each learner, [L, S / L]: neighbours together. Where S / L is not whole, some learners repeat
-        their last shard, so that all have equal shapes; `total` leaves the repetitions out."""
-        blocks = np.array_split(np.arange(num_shards), len(self.learners))
+        """The shards of each learner of all processes, [L, S / L]: neighbours together. Where S / L is not whole, some
+        learners repeat their last shard, so that all have equal shapes; `total` leaves the repetitions out."""
+        blocks = np.array_split(np.arange(num_shards), len(self.learners) * self.processes)
         return np.stack([np.pad(block, (0, len(blocks[0]) - len(block)), mode="edge") for block in blocks])
 
-    def stack(self, shards: Sequence[Any]) -> Any:
+    def shards_of(self, process: int, num_shards: int) -> list[int]:
+        """The shards that live in a process, whose data never leave it."""
+        return np.unique(np.split(self.shares(num_shards), self.processes)[process]).tolist()
+
+    def spread(self, rows: np.ndarray) -> jax.Array:
+        """Rows that every process knows, one for each place of `shares`, shared out to the learners."""
+        sharding = NamedSharding(self.mesh, P(LEARNER))
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+    def stack(self, shards: Mapping[int, Any], num_shards: int) -> Any:
         """Arrays with a leading axis of shards, spread over the learners; each shard is on its learner's device."""
-        shares = self.shares(len(shards))
-        blocks = [_stack([shards[i] for i in share]) for share in shares]
+        shares = self.shares(num_shards)
+        own = [share for share in shares if share[0] in shards]
+        blocks = [_stack([shards[i] for i in share]) for share in own]
         sharding = NamedSharding(self.mesh, P(LEARNER))
 
         def join(*pieces: jax.Array) -> jax.Array:
