@@ -238,9 +238,9 @@ SLURM, KUBERNETES = ("--on", "slurm", "--dry-run"), ("--on", "kubernetes", "--dr
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["missing.py"], "no script missing.py"),
-        ([ROOT], "no script"),
-        ([ROOT / "README.md", *SLURM], "not a Python file"),
+        (["missing.py"], "missing.py is not a Python file"),
+        ([ROOT], "is not a Python file"),
+        ([ROOT / "README.md"], "is not a Python file"),
         ([ROOT / "cleanba" / "__init__.py", *SLURM], "no class Args"),
         ([PPO, "--on", "moon"], "--on"),
         ([PPO, *SLURM, "--topology", "a0l1"], "not of the form"),

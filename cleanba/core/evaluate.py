@@ -53,13 +53,17 @@ def load(run: Path, script: str = "") -> tuple[ModuleType, Any, Any]:
     if not (folder / "params.safetensors").exists():
         usage_error(f"{run} has no saved model; train with --save-model")
     config = json.loads((folder / "config.json").read_text())
-    module = _algorithm(config["algorithm"], script)
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in config["experiment"].items()}
+    module = algorithm(config["algorithm"], script)
     params = unflatten_dict(load_file(folder / "params.safetensors"), sep="/")
-    return module, module.Args(**fields), params
+    return module, experiment_args(module, config["experiment"]), params
 
 
-def _algorithm(name: str, script: str) -> ModuleType:
+def experiment_args(module: ModuleType, experiment: dict[str, Any]) -> Any:
+    """The arguments that a config.json records."""
+    return module.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in experiment.items()})
+
+
+def algorithm(name: str, script: str) -> ModuleType:
     """The algorithm file, by the name that the model carries or, for a file of one's own, from `script`."""
     if script:
         spec = importlib.util.spec_from_file_location(Path(script).stem, script)

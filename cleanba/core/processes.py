@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -105,22 +105,27 @@ class Peers:
         self._links: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
         self._over = False
+        self._loss: PeerLost | None = None
         self._changed = threading.Condition()
-        if place.processes > 1:
-            self._connect()
+
+    def connect(self) -> None:
+        """Meet the others, and begin to listen to them."""
+        if self.place.processes > 1:
+            self._meet()
             for peer in self._links:
                 threading.Thread(target=self._listen, args=(peer,), name=f"peer-{peer}", daemon=True).start()
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def _connect(self) -> None:
-        """Process 0 listens; the others learn its port, and a token that only they know, through JAX."""
+    def _meet(self) -> None:
+        """Process 0 waits; the others learn its port, and a token that only they know, through JAX."""
         host = self.place.coordinator.rsplit(":", 1)[0].strip("[]")
         listener, secret = None, np.zeros(2, np.uint32)
         if self.place.process == 0:
             listener = socket.create_server((host if self.place.is_loopback else "", 0))
             listener.settimeout(self._timeout)
             secret = np.array([listener.getsockname()[1], secrets.randbits(32)], np.uint32)
-        port, token = self._gather(secret)[0].tolist()
+        with _quiet():
+            port, token = self._gather(secret)[0].tolist()
         if listener is None:
             link = socket.create_connection((host, port), timeout=self._timeout)
             link.sendall(f"{token} {self.place.process}\n".encode())
@@ -172,17 +177,29 @@ class Peers:
             return
         word = json.dumps({"process": process, "status": status, "reason": reason})
         self._send([other for other in self._links if other not in {peer, process}], word)
+        loss = PeerLost(f"process {process} {reason}", status)
         with self._changed:
             first, self._over = not self._over, True
+            self._loss = self._loss or loss
+            self._changed.notify_all()
         if first:
             hang = threading.Timer(GRACE, os._exit, args=(status,))  # in a collective that waits for the lost one
             hang.daemon = True
             hang.start()
-            self.lost(PeerLost(f"process {process} {reason}", status))
+            self.lost(loss)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Why this process really fails: a broken collective is soon followed by the news of who broke it."""
+        with self._changed:
+            is_effect = self._links and isinstance(error, jax.errors.JaxRuntimeError)
+            if is_effect and self._changed.wait_for(lambda: self._loss is not None, timeout=GRACE):
+                return self._loss or error
+        return error
 
     def _leave(self, loss: PeerLost) -> NoReturn:
         """What `lost` does before a run has begun."""
-        print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
+        if loss.status:
+            print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
         self.end(loss.status, str(loss))
         os._exit(loss.status)
 
@@ -194,6 +211,20 @@ class Peers:
         if self.place.process == 0:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._gone) == len(self._links), timeout=GRACE)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what gloo prints when processes connect."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def supervise(processes: int, devices: int) -> int:

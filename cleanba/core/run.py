@@ -1,5 +1,6 @@
 """A run and what it leaves behind: its directory, metrics, progress and trackers; and how it ends, well or badly."""
 
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -69,6 +70,7 @@ class Run:
 
     def __init__(self, args: CoreArgs):
         self.args, self.place = args, args.place
+        self.peers = Peers(self.place, args.peer_timeout, args.layout.gather)
         self.algorithm = Path(sys.modules[type(args).__module__].__file__ or "interactive").stem
         self.lockstep = Lockstep(args.num_updates, args.concurrency, len(args.layout.actors) * args.num_actor_threads)
         self.global_step = 0
@@ -94,25 +96,50 @@ class Run:
         return self.place.process == 0
 
     def __enter__(self) -> "Run":
-        self.peers = Peers(self.place, self.args.peer_timeout, self.args.layout.gather)
+        try:
+            self.peers.connect()
+            self._listen_to_signals()
+            self._begin()
+        except BaseException as error:
+            self._end_early(self.peers.cause(error))
+            raise
+        self.peers.lost = self.lockstep.fail
+        return self
+
+    def _end_early(self, error: BaseException) -> None:
+        """The run could not begin. One process lets the error through; several tell each other, and do not wait."""
+        if isinstance(error, SystemExit):
+            status, reason = int(error.code or 0), "did not begin the run" if error.code else "found the run finished"
+        else:
+            status, reason = getattr(error, "status", 1), f"failed: {type(error).__name__}: {error}"
+        if self.place.processes > 1:
+            if status == 1:
+                traceback.print_exception(error)
+            self.peers.end(status, reason)
+            _leave(status)
+        if isinstance(error, Interrupted):
+            raise SystemExit(status) from None
+
+    def _begin(self) -> None:
+        """Look at the directory, find the last checkpoint, and open what will be written."""
         now = int(self.args.layout.gather(np.int32(time.time()))[0])
         name = f"{self.args.env_id}__{self.args.exp_name or self.algorithm}__{self.args.seed}__{now}"
         self.name = name.replace("/", "-").replace(":", "-")
         self.dir = Path(self.args.run_dir or Path("runs") / self.name)
-        try:
-            self._listen_to_signals()
-            self._begin()
-        except (SystemExit, Interrupted) as error:
-            status = error.status if isinstance(error, Interrupted) else int(error.code or 0)
-            self.peers.end(status, "did not begin the run" if status else "found the run finished")
-            if self.place.processes > 1:
-                _leave(status)
-            raise SystemExit(status) from None
-        except BaseException as error:
-            self.peers.end(1, f"failed: {error}")
-            raise
-        self.peers.lost = self.lockstep.fail
-        return self
+        config = self._check_dir() if self._is_main else {}
+        self.checkpoints = Checkpoints(self.dir, self.args, self.place.process)
+        if self._is_main:
+            self._take_dir()
+        self.done = int(self.args.layout.gather(np.int32(self.checkpoints.newest() if self._is_main else 0))[0])
+        if self.done:
+            self._restore()
+        self.lockstep.done = self.done
+        if self._is_main:
+            self._open_files(config)
+        self._progress = self._make_progress()
+        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
+        if self.done:
+            self._say(f"going on after update {self.done}, step {self.global_step:,}")
 
     def _listen_to_signals(self) -> None:
         """Signals that a scheduler or a user ends a run with. Alone, it breaks off and saves what it has; several
@@ -129,20 +156,16 @@ class Run:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-    def _begin(self) -> None:
-        """Look at the directory, find the last checkpoint, and open what will be written."""
-        config = self._check_dir() if self._is_main else {}
-        self.checkpoints = Checkpoints(self.dir, self.args, self.place.process)
-        self.done = int(self.args.layout.gather(np.int32(self.checkpoints.newest() if self._is_main else 0))[0])
-        if self.done:
-            self._restore()
-        self.lockstep.done = self.done
-        if self._is_main:
-            self._open_files(config)
-        self._progress = self._make_progress()
-        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
-        if self.done:
-            self._say(f"going on after update {self.done}, step {self.global_step:,}")
+    def _take_dir(self) -> None:
+        """Make the directory, and keep a second run out of it for as long as this process lives."""
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.dir / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            usage_error(f"--run-dir {self.dir} is in use by a run that has not ended; wait for it, or name another one")
+        except OSError as error:
+            usage_error(f"--run-dir {self.dir} cannot be written: {error.strerror}")
 
     def _restore(self) -> None:
         shards = self.args.layout.shards_of(self.place.process, self.args.num_shards)
@@ -173,7 +196,6 @@ class Run:
             changed = [f"{k} {config['versions'].get(k)} -> {versions[k]}" for k in versions]
             warn(f"other versions than the run began with may give other bits: {', '.join(changed)}")
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
             write_json(self.dir / "config.json", config | {"sessions": [*config.get("sessions", []), session]})
             tracker = _start_wandb(self, config) if self.args.track else None
             self._records = Records(self.dir, self.done, tracker)
@@ -202,7 +224,7 @@ class Run:
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
         if not config.exists():
-            if self.dir.exists() and any(path.suffix != ".tmp" for path in self.dir.iterdir()):
+            if self.dir.exists() and any(path.name not in (".lock", "config.json.tmp") for path in self.dir.iterdir()):
                 usage_error(f"--run-dir {self.dir} has files in it but no run; name an empty or a new directory")
             return {}
         old = json.loads(config.read_text())
@@ -389,6 +411,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.stop()
+        error = self.peers.cause(error) if error is not None else None
         agreed = self.place.processes == 1 or isinstance(error, Interrupted | FloatingPointError)
         if error is not None and agreed:
             self._save_now()

@@ -9,13 +9,15 @@ COMMANDS = {
     "eval": ("cleanba.core.evaluate", "Eval", "play episodes with a saved model"),
     "diff": ("cleanba.tools.diff", "Diff", "name the first update at which two runs differ"),
     "plot": ("cleanba.tools.plot", "Plot", "draw the learning curves of runs"),
+    "fork": ("cleanba.tools.fork", "Fork", "start a new run from a checkpoint, with other arguments"),
+    "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
     "launch": ("cleanba.tools.launch", "Launch", "start a run here, or as a job of Slurm or Kubernetes"),
 }
 HELP = "\n".join(
     [
         "usage: cleanba COMMAND ...  (cleanba COMMAND --help says more)",
         "",
-        *(f"  {name:6}   {summary}" for name, (_, _, summary) in COMMANDS.items()),
+        *(f"  {name:7}  {summary}" for name, (_, _, summary) in COMMANDS.items()),
         "",
         "To train, run an algorithm's file: python cleanba/ppo.py --help",
     ]

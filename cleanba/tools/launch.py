@@ -3,7 +3,6 @@
 Run:  cleanba launch cleanba/ppo.py --topology a0-l1,2,3-d2 --on slurm --time 1-00:00:00 -- --seed 3
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -99,12 +98,10 @@ spec:
 
 def read_script(script: Path, argv: Sequence[str]) -> Any:
     """The script's arguments, checked as it does itself: no job should wait in a queue only to be refused."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    if spec is None or spec.loader is None:
-        usage_error(f"{script} is not a Python file")
-    module = sys.modules[script.stem] = importlib.util.module_from_spec(spec)
+    from cleanba.core.evaluate import algorithm  # here, because importing JAX takes a second
+
     sys.path.insert(0, str(script.parent))  # where Python looks first when it runs a script
-    spec.loader.exec_module(module)
+    module = algorithm("", str(script))
     sys.path.pop(0)
     if not hasattr(module, "Args"):
         usage_error(f"{script} has no class Args; name an algorithm's file, such as cleanba/ppo.py")
@@ -177,8 +174,8 @@ class Launch:
 
     def check(self) -> None:
         """Exit with one line if this cannot be launched; `write` checks what only the script knows."""
-        if not self.script.is_file():
-            usage_error(f"there is no script {self.script}; name an algorithm's file, such as cleanba/ppo.py")
+        if not (self.script.is_file() and self.script.suffix == ".py"):
+            usage_error(f"{self.script} is not a Python file; name an algorithm's, such as cleanba/ppo.py")
         for name in (word.split("=")[0].replace("_", "-") for word in self.arguments):
             if name in ("--topology", "--run-dir"):
                 usage_error(f"{name} belongs before the --, not among the script's arguments")
@@ -202,7 +199,7 @@ class Launch:
     def write(self) -> Path:
         """Write the job file and say where it is."""
         args = read_script(self.script, ["--topology", self.topology, *self.arguments])
-        layout, needed = args.layout, max(args.layout.actors + args.layout.learners) + 1
+        layout, needed = args.layout, args.layout.devices_needed
         gpus = needed if self.gpus is None else self.gpus
         if 0 < gpus < needed:
             usage_error(f"--gpus {gpus}: topology {layout} needs {needed}; give as many, or 0 to compute on the CPU")
