@@ -1,4 +1,4 @@
-"""Fingerprints of the same small experiments on many topologies, thread counts and cores.
+"""Fingerprints of the same small experiments on many topologies, thread counts, cores and processes.
 
 Run:   python benchmarks/topologies.py
 Makes: benchmarks/results/topologies.md, and exits with 1 if any two of an experiment differ
@@ -27,6 +27,9 @@ PLACES = [
     "--topology a0,1,2-l3,4,5,6,7,8,9,10",
     "--topology a0-l0 --collect stepwise --env-threads 2",
     "taskset -c 0 --topology a0-l1,2",
+    "--topology a0-l0-d2",
+    "--topology a0-l1,2-d3",
+    "--topology a0,1-l0-d4",
 ]
 
 

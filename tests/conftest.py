@@ -2,6 +2,9 @@
 
 import importlib
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +57,21 @@ def tiny_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
         return module.Args(**(sizes | changes))
 
     return SimpleNamespace(name=name, module=module, args=args)
+
+
+@pytest.fixture
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
+    """Mount disks of so many kB."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        disk = tmp_path_factory.mktemp("disk")
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(disk)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("may not mount a disk here")
+        mounted.append(disk)
+        return disk
+
+    yield mount
+    for disk in mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

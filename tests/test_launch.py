@@ -226,6 +226,9 @@ class TestKubernetes:
         assert command == ["python", str(PPO), "--topology", "a0-l0-d1", "--run-dir", "/data/me/x", *words]
         assert container["volumeMounts"][0]["mountPath"] == "/data/me"
 
+    def test_a_name_that_yaml_would_take_for_something_else(self, programs):
+        assert self.manifest("--run-dir", "/runs/TRUE")["metadata"]["name"] == "true"
+
     def test_submission(self, programs):
         kubectl = fake(programs, "kubectl", 3)
         assert launch(PPO, "--on", "kubernetes", "--image", "x") == 3

@@ -39,7 +39,7 @@ def rollouts_of(
     collector = Collector(act, args, shards, jax.local_devices()[0], Role.ACT)
     assert collector.fused == (args.collect != "stepwise" and args.env_spec.engine == "envpool")
     try:
-        result = [[collector.collect({}, shard, n) for shard in shards] for n in range(1, rollouts + 1)]
+        result = [[collector.collect({}, shard, n)[:2] for shard in shards] for n in range(1, rollouts + 1)]
     finally:
         collector.close()
     return [[jax.device_get(both[i]) for both in result] for i in range(len(shards))]

@@ -108,6 +108,11 @@ class CoreArgs(MachineArgs):
         """Whole updates that fit into the steps asked for."""
         return self.total_timesteps // self.batch_size
 
+    def run_name(self, algorithm: str, now: int) -> str:
+        """ENV__NAME__SEED__TIME, as CleanRL names runs, in characters that do in a file's name."""
+        name = f"{self.env_id}__{self.exp_name or algorithm}__{self.seed}__{now}"
+        return re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+
     @functools.cached_property
     def layout(self) -> Topology:
         """The topology, from whichever arguments named it."""

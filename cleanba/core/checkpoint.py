@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from gymnasium.spaces import Discrete
 from safetensors.numpy import load_file, save_file
 
 from cleanba.core.records import Appender, warn
@@ -89,11 +88,9 @@ class ActionLog:
 
     def __init__(self, folder: Path, args: Any):
         self._folder = folder
-        space = args.env_spec.action_space
-        few = isinstance(space, Discrete) and space.n <= 256
-        self._type = np.dtype(np.uint8) if few else np.dtype(np.int32 if isinstance(space, Discrete) else np.float32)
-        self._shape = (args.num_steps, args.envs_per_shard, *space.shape)
-        self._size = int(np.prod(self._shape)) * self._type.itemsize + 2 * DIGEST
+        self._type, self._stored = map(np.dtype, args.env_spec.action_types)
+        self._shape = (args.num_steps, args.envs_per_shard, *args.env_spec.action_space.shape)
+        self._size = int(np.prod(self._shape)) * self._stored.itemsize + 2 * DIGEST
         self._files: dict[Path, Appender] = {}
 
     def path(self, since: int, shard: int) -> Path:
@@ -106,13 +103,15 @@ class ActionLog:
             path = self.path(since, shard)
             if path not in self._files:
                 self._files[path] = Appender(path, (update - since) * self._size)
-            data = actions.astype(self._type).tobytes()
+            data = actions.astype(self._stored).tobytes()
             self._files[path].add(data + _short(data) + reached)
 
     def flush(self) -> None:
-        """Bring everything to the disk."""
-        for file in list(self._files.values()):
+        """Bring everything to the disk; the files of environments that were renewed are then done with."""
+        for path, file in list(self._files.items()):
             file.flush(to_disk=True)
+            if path.parent != max(self._files).parent:
+                self._files.pop(path).close()
 
     def read(self, shard: int, since: int, update: int) -> Iterator[tuple[np.ndarray, bytes]]:
         """Actions and digest of each rollout from `since` to `update`."""
@@ -123,7 +122,8 @@ class ActionLog:
                     data, check, reached = (file.read(k) for k in (self._size - 2 * DIGEST, DIGEST, DIGEST))
                     if _short(data) != check or len(reached) < DIGEST:
                         raise Damaged(f"{path.name} is damaged or cut off at rollout {n}")
-                    yield np.frombuffer(data, self._type).reshape(self._shape), reached
+                    actions = np.frombuffer(data, self._stored).astype(self._type)
+                    yield actions.reshape(self._shape), reached
         except OSError as error:
             raise Damaged(f"{path.name}: {error.strerror}") from error
 
@@ -217,10 +217,12 @@ class Checkpoints:
         """Give the parts that all processes have written their name, and remove what is too old."""
         target = self._folder / f"{update:08d}"
         try:
-            shutil.rmtree(target, ignore_errors=True)  # a damaged one, which was trained past again
-            self._part(update).rename(target)
-            for old in self.all()[self._args.keep_checkpoints :]:
-                shutil.rmtree(self._folder / f"{old:08d}", ignore_errors=True)
+            if self._part(update).exists():
+                shutil.rmtree(target, ignore_errors=True)  # a damaged one, which was trained past again
+                self._part(update).rename(target)
+            kept = [n for n in self.all() if n <= update][: self._args.keep_checkpoints]  # later ones are damaged too
+            for other in set(self.all()) - set(kept):
+                shutil.rmtree(self._folder / f"{other:08d}", ignore_errors=True)
             self.actions.remove_before(min(self._read(n)["envs_since"] for n in self.all()))
             folder = os.open(self._folder, os.O_RDONLY)
             os.fsync(folder)

@@ -63,6 +63,13 @@ class EnvSpec(NamedTuple):
             raise EnvError(f"this algorithm needs discrete actions, the environment has {self.action_space}")
         return int(self.action_space.n)
 
+    @property
+    def action_types(self) -> tuple[type, type]:
+        """Of an action as the engines get it, and the narrowest that it fits into."""
+        if not isinstance(self.action_space, Discrete):
+            return np.float32, np.float32
+        return np.int32, np.uint8 if self.action_space.n <= 256 else np.int32
+
 
 class Engine(Protocol):
     """Environments of `shards`, each with B of them; `local` counts these shards from 0."""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -24,6 +25,7 @@ from jax._src.clusters import ClusterEnv  # JAX offers its detection of schedule
 from jax._src.lib import _jax
 
 SUPERVISED = "CLEANBA_SUPERVISED"  # the variable that marks processes which `supervise` started
+PATIENCE = 300.0  # seconds for all processes of a run to be started
 GRACE = 5.0  # seconds for a process to end by itself once it knows that the run has failed
 
 
@@ -52,7 +54,7 @@ def find_place(coordinator: str, process: int | None, processes: int) -> Place |
     found = (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method and env.is_env_present())
     for env in found:
         address = env.get_coordinator_address(
-            timeout_secs=300, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")
+            timeout_secs=int(PATIENCE), override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")
         )
         return Place(env.get_process_id(), env.get_process_count(), address)
     return None
@@ -69,6 +71,7 @@ def join(place: Place, peer_timeout: float) -> None:
         place.processes,
         place.process,
         cluster_detection_method="deactivate",
+        initialization_timeout=int(PATIENCE),
         coordinator_bind_address=place.coordinator if place.is_loopback else None,
         heartbeat_timeout_seconds=int(2 * peer_timeout + 60),
     )
@@ -77,7 +80,15 @@ def join(place: Place, peer_timeout: float) -> None:
 def _own_address(place: Place) -> str | None:
     """The address that this machine reaches the coordinator from; None where only the host name can tell."""
     host, port = place.coordinator.rsplit(":", 1)
-    family, kind, *_, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            family, kind, *_, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            break
+        except socket.gaierror as error:  # a pod's name is known only after the pod has started
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the coordinator's address {place.coordinator} is not known: {error}") from error
+            time.sleep(1)
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         address = probe.getsockname()[0]

@@ -52,9 +52,10 @@ class Appender:
                 if to_disk:
                     os.fsync(self._file)
             except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            finally:
                 with self._adding:
                     self._pending = chunk + self._pending
-                raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Close the file, with what could be written."""

@@ -112,19 +112,16 @@ class Run:
             status, reason = int(error.code or 0), "did not begin the run" if error.code else "found the run finished"
         else:
             status, reason = getattr(error, "status", 1), f"failed: {type(error).__name__}: {error}"
-        if self.place.processes > 1:
+        if self.place.processes > 1 or isinstance(error, Interrupted):
             if status == 1:
                 traceback.print_exception(error)
             self.peers.end(status, reason)
             _leave(status)
-        if isinstance(error, Interrupted):
-            raise SystemExit(status) from None
 
     def _begin(self) -> None:
         """Look at the directory, find the last checkpoint, and open what will be written."""
         now = int(self.args.layout.gather(np.int32(time.time()))[0])
-        name = f"{self.args.env_id}__{self.args.exp_name or self.algorithm}__{self.args.seed}__{now}"
-        self.name = name.replace("/", "-").replace(":", "-")
+        self.name = self.args.run_name(self.algorithm, now)
         self.dir = Path(self.args.run_dir or Path("runs") / self.name)
         config = self._check_dir() if self._is_main else {}
         self.checkpoints = Checkpoints(self.dir, self.args, self.place.process)
@@ -143,10 +140,11 @@ class Run:
 
     def _listen_to_signals(self) -> None:
         """Signals that a scheduler or a user ends a run with. Alone, it breaks off and saves what it has; several
-        processes agree first, at the end of the update under way. A second signal does not wait."""
+        processes agree first, at the end of the update under way. A second Ctrl-C does not wait."""
 
         def handle(signum: int, _: Any) -> None:
-            if self._signal and time.monotonic() - self._signal_time > 1:  # sooner it is the same one from elsewhere
+            # Within a second it is the same Ctrl-C, handed on; a scheduler repeats itself, and kills if it must.
+            if self._signal and signum == signal.SIGINT and time.monotonic() - self._signal_time > 1:
                 os._exit(128 + signum)
             if not self._signal:
                 self._signal, self._signal_time = signum, time.monotonic()
@@ -427,11 +425,11 @@ class Run:
             name = "interrupted" if status == 130 else f"ended by {error}"
             print(f"{name} after step {self.global_step:,}; files in {self.dir}; {rest}", file=sys.stderr)
         busy = any(thread.name.startswith("cleanba-") for thread in threading.enumerate())
-        if error is not None and (busy or self.place.processes > 1) and not sys.flags.interactive:
+        if error is not None and (busy or self._signal or self.place.processes > 1) and not sys.flags.interactive:
             if not isinstance(error, KeyboardInterrupt | PeerLost):
                 traceback.print_exception(error)
             self.peers.end(status, f"ended: {type(error).__name__}: {error}")
-            _leave(status)  # from calls that cannot be broken off, and from JAX's wait for lost processes
+            _leave(status)  # at once: a compiled call cannot be broken off, and JAX would wait for lost processes
         self.peers.end(0)
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(status) from error

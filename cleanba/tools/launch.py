@@ -48,7 +48,7 @@ JOBSET = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   network: {{enableDNSHostnames: true}}
   failurePolicy:
@@ -203,8 +203,7 @@ class Launch:
         gpus = needed if self.gpus is None else self.gpus
         if 0 < gpus < needed:
             usage_error(f"--gpus {gpus}: topology {layout} needs {needed}; give as many, or 0 to compute on the CPU")
-        name = f"{args.env_id}__{args.exp_name or self.script.stem}__{args.seed}__{int(time.time())}"
-        name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+        name = args.run_name(self.script.stem, int(time.time()))
         home = "/" if self.on == "kubernetes" else os.getcwd()
         run_dir = Path(os.path.normpath(os.path.join(home, self.run_dir or f"runs/{name}")))
         if len(run_dir.parts) < 3:

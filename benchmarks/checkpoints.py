@@ -1,0 +1,113 @@
+"""What checkpoints cost, and how fast environments are replayed.
+
+Run:   python benchmarks/checkpoints.py
+Makes: benchmarks/results/checkpoints.md
+
+Training with and without checkpoints alternates, so that noise hits both alike; a speed is the run's own `sps`, from
+the end of its first update on. Replay is timed against the same environments stepped with the same actions alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from cleanba import ppo, ppo_atari
+from cleanba.core import envs
+from cleanba.core.actors import Collector
+from cleanba.core.checkpoint import digest
+from cleanba.core.seeding import Role
+
+ROOT = Path(__file__).parent.parent
+
+
+def speed(experiment: str, every: str) -> float:
+    """Steps per second of one run."""
+    script, arguments = experiment.split(maxsplit=1)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, str(ROOT / "cleanba" / script), *arguments.split(), "--checkpoint-every", every]
+        subprocess.run([*command, "--run-dir", str(run_dir)], check=True, stdout=subprocess.DEVNULL)
+        return json.loads((run_dir / "result.json").read_text())["sps"]
+
+
+def replay_speed(args: ppo.Args | ppo_atari.Args, rounds: int) -> tuple[list[float], list[float]]:
+    """Steps per second of replaying rollouts with their digests, and of stepping the same environments alone."""
+    rng = np.random.default_rng(0)
+    shape = (args.num_shards, args.num_steps, args.envs_per_shard)
+    actions = rng.integers(0, args.env_spec.num_actions, shape).astype(np.uint8)
+    shards = range(args.num_shards)
+    collector = Collector(ppo.act, args, shards, jax.local_devices()[0], Role.ACT)
+    engine = envs.make(args, shards, Role.ACT)
+    engine.reset()
+
+    def replay() -> None:
+        for shard in shards:
+            digest(collector.replay(shard, actions[shard])._replace(carry=()))
+
+    def step() -> None:
+        for shard in shards:
+            for action in actions[shard]:
+                engine.step(shard, action)
+
+    replay()  # compiles
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for i, function in enumerate((replay, step)):
+            began = time.perf_counter()
+            function()
+            times[i].append(actions.size / (time.perf_counter() - began))
+    return times
+
+
+def spread(values: list[float]) -> str:
+    """Median, smallest and largest."""
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--every", default="60s")
+    parser.add_argument(
+        "--experiments",
+        nargs="+",
+        default=[
+            "ppo.py --env-id CartPole-v1 --total-timesteps 2000000",
+            "ppo_atari.py --env-id Breakout-v5 --network nature --num-envs 16 --total-timesteps 30000",
+        ],
+    )
+    options = parser.parse_args()
+    lines = [f"Made by `python benchmarks/checkpoints.py {' '.join(sys.argv[1:])}`; median (smallest to largest).", ""]
+    lines += [
+        f"| experiment | steps/s without | with, every {options.every} | ratio of each pair |",
+        "| --- " * 4 + "|",
+    ]
+    for experiment in options.experiments:
+        pairs = [(speed(experiment, "0"), speed(experiment, options.every)) for _ in range(options.rounds)]
+        without, with_them = (list(x) for x in zip(*pairs, strict=True))
+        ratios = [b / a for a, b in pairs]
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        lines.append(f"| `{experiment}` | {spread(without)} | {spread(with_them)} | {ratio} |")
+        print(lines[-1], flush=True)
+    lines += ["", "| environments | replayed, steps/s | stepped alone | ratio of the medians |", "| --- " * 4 + "|"]
+    cart = ppo.Args(env_id="CartPole-v1", num_envs=64, num_steps=128)
+    pixels = ppo_atari.Args(env_id="Breakout-v5", network="nature", num_envs=16, num_steps=64)
+    for args in (cart, pixels):
+        replayed, alone = replay_speed(args, options.rounds)
+        ratio = f"{statistics.median(replayed) / statistics.median(alone):.2f}"
+        lines.append(f"| {args.num_envs} {args.env_id} | {spread(replayed)} | {spread(alone)} | {ratio} |")
+        print(lines[-1], flush=True)
+    (ROOT / "benchmarks" / "results" / "checkpoints.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
