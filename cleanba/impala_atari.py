@@ -211,8 +211,7 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
         return State(optax.apply_updates(state.params, step), opt_state), metrics
 
     minibatches = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), each_shard(split, rollouts))
-    state, metrics = jax.lax.scan(minibatch, state, minibatches)
-    return state, jax.tree.map(jnp.mean, metrics)
+    return jax.lax.scan(minibatch, state, minibatches)
 
 
 if __name__ == "__main__":

@@ -219,8 +219,7 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
 
         return jax.lax.scan(minibatch, state, jnp.moveaxis(each_shard(shuffled, keys), 1, 0))
 
-    state, metrics = jax.lax.scan(epoch, state, jnp.arange(args.update_epochs))
-    return state, jax.tree.map(jnp.mean, metrics)
+    return jax.lax.scan(epoch, state, jnp.arange(args.update_epochs))
 
 
 if __name__ == "__main__":

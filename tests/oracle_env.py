@@ -61,5 +61,23 @@ class Raises(gymnasium.Env):
         return np.zeros(1, np.float32), 1.0, self._steps % 5 == 0, False, {}
 
 
+class Noisy(gymnasium.Env):
+    """Cannot be repeated: its noise does not come from its seed."""
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = Box(0, 1, (2,), np.float32), Discrete(2)
+        self._noise = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._noise.random(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self._steps += 1
+        return self._noise.random(2, np.float32), float(action), self._steps == 9, False, {}
+
+
 gymnasium.register("Oracle-v0", "oracle_env:Oracle", disable_env_checker=True)
 gymnasium.register("Raises-v0", "oracle_env:Raises", disable_env_checker=True)
+gymnasium.register("Noisy-v0", "oracle_env:Noisy", disable_env_checker=True)

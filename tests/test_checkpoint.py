@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic import bits
 from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import RecordWriter
+from tensorboardX.record_writer import masked_crc32c
 
 from cleanba import ppo
 from cleanba.core.actors import Collector
@@ -49,7 +51,7 @@ class TestAppender:
         monkeypatch.setattr(os, "pwrite", small_disk)
         file.add(b"12345")
         for more in (b"678", b"9"):
-            with pytest.raises(OSError, match="No space left on device: '.*/new/log'"):
+            with pytest.raises(OSError, match=r"No space left on device: '.*/new/log'"):
                 file.flush()
             assert (tmp_path / "new" / "log").read_bytes() == b"123"
             file.add(more)
@@ -68,9 +70,10 @@ class TestAppender:
             raise KeyboardInterrupt
 
         file.add(b"12345")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, "pwrite", interrupted)
+        monkeypatch.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             file.flush()
+        monkeypatch.undo()
         file.close()
         assert (tmp_path / "log").read_bytes() == b"12345"
 
@@ -80,7 +83,7 @@ class TestAppender:
         file.add(data)
         with pytest.raises(OSError, match="No space left"):
             file.flush()
-        os.system(f"mount -o remount,size=256k {disk}")
+        subprocess.run(["mount", "-o", "remount,size=256k", str(disk)], check=True)
         file.flush(to_disk=True)
         assert (disk / "log").read_bytes() == data
         file.close()
@@ -111,7 +114,7 @@ class TestActionLog:
     )
     def test_few_actions_take_a_byte_each(self, env_id: str, stored: int, given: type, tmp_path: Path) -> None:
         log = ActionLog(tmp_path, ppo.Args(env_id=env_id, num_envs=4, num_shards=2, num_steps=3))
-        actions = np.arange(6).reshape(3, 2, *[1] * (env_id == "Pendulum-v1")).astype(given)
+        actions: np.ndarray = np.arange(6).reshape(3, 2, *[1] * (env_id == "Pendulum-v1")).astype(given)
         log.add(1, 1, {0: Mark(actions, bytes(16), ())})
         log.flush()
         assert log.path(1, 0).stat().st_size == 6 * stored + 32
@@ -155,11 +158,8 @@ class TestActionLog:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["actions_00000005", "actions_00000006"]
 
 
-def drift(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) -> Acted:
-    """Any action, and a memory of all that was seen."""
-    count = jax.numpy.zeros(step.first.shape, jax.numpy.int32) if isinstance(carry, tuple) else carry
-    action = jax.random.randint(key, step.first.shape, 0, args.env_spec.num_actions)
-    return Acted(action, count + 1, {})
+def at_random(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) -> Acted:
+    return Acted(jax.random.randint(key, step.first.shape, 0, args.env_spec.num_actions), carry, {})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_replayed_actions_lead_to_the_same_place(changes: dict[str, Any], tmp_pa
     args = ppo.Args(**(dict(num_envs=4, num_shards=2, num_steps=40) | changes))
 
     def collector() -> Collector:
-        return Collector(plain, args, [0, 1], jax.local_devices()[0], Role.ACT)
+        return Collector(at_random, args, [0, 1], jax.local_devices()[0], Role.ACT)
 
     first, log = collector(), ActionLog(tmp_path, args)
     for n in (1, 2):
@@ -194,20 +194,18 @@ def test_replayed_actions_lead_to_the_same_place(changes: dict[str, Any], tmp_pa
     second.close()
 
 
-def plain(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) -> Acted:
-    return Acted(jax.random.randint(key, step.first.shape, 0, args.env_spec.num_actions), carry, {})
-
-
 def state(seed: int) -> State:
     """Arrays of several types and shapes, an empty one and a scalar among them."""
     rng = np.random.default_rng(seed)
-    params = {"params": {"Dense_0": {"kernel": rng.normal(size=(5, 3)).astype(np.float32), "bias": np.float32(seed)}}}
+    params = {"params": {"Dense_0": {"kernel": rng.normal(size=(50, 30)).astype(np.float32), "bias": np.float32(seed)}}}
     opt = (np.int32(seed), {"mu": params, "nu": jax.numpy.asarray(rng.normal(size=4), "bfloat16")}, ())
     return State(params, opt)
 
 
 def snapshot(update: int, carry: bool = True) -> Snapshot:
-    carries = {shard: (np.full((2, 4), update + shard, np.float32), {"c": np.arange(shard, shard + 2)}) for shard in (0, 1)}
+    carries = {
+        shard: (np.full((2, 4), update + shard, np.float32), {"c": np.arange(shard, shard + 2)}) for shard in (0, 1)
+    }
     progress = {"global_step": 12 * update, "returns": [0.1 * update]}
     acting = state(update - 1).params
     return Snapshot(update, 1, state(update), acting, carries if carry else {0: (), 1: ()}, progress)
@@ -299,7 +297,9 @@ class TestCheckpoints:
         checkpoints = Checkpoints(tmp_path, args, process=0)
         for update in (1, 2, 3):
             save(checkpoints, update)
-        shutil.copytree(tmp_path / "checkpoints" / "00000003", tmp_path / "checkpoints" / "00000004")  # of a later update
+        shutil.copytree(
+            tmp_path / "checkpoints" / "00000003", tmp_path / "checkpoints" / "00000004"
+        )  # of a later update
         (tmp_path / "checkpoints" / "00000003" / "checkpoint.json").unlink()
         again = Checkpoints(tmp_path, ppo.Args(num_envs=4, num_shards=2, num_steps=3, keep_checkpoints=keep), process=0)
         assert again.newest() == 2
@@ -332,10 +332,8 @@ class TestCheckpoints:
         assert checkpoints.newest() == 1
         check(checkpoints.load(1, [0, 1]), 1)
         (disk / "other").unlink()
-        assert save(checkpoints, 3) is True
-        with pytest.raises(Damaged):  # rollout 2 is in the log all the same, but these marks skip none
-            list(checkpoints.actions.read(0, 1, 4))
-        check(checkpoints.load(3, [0, 1]), 3)
+        assert save(checkpoints, 3)
+        check(checkpoints.load(3, [0, 1]), 3)  # rollout 2, which was refused then, is in the logs as well
 
 
 def flip(path: Path, at: int) -> None:
@@ -374,7 +372,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whatever_file_is_damaged_no_wrong_number_is_loaded(how: str, two: Path, tmp_path, capsys) -> None:
     files = [path.relative_to(two) for path in two.rglob("*") if path.is_file() and "00000002" in path.parts]
     assert len(files) > 8
-    unharmed = []
     for number, file in enumerate(files):
         run = tmp_path / str(number)
         shutil.copytree(two, run)
@@ -382,25 +379,19 @@ def test_whatever_file_is_damaged_no_wrong_number_is_loaded(how: str, two: Path,
         checkpoints = Checkpoints(run, ARGS, process=0)
         newest = checkpoints.newest()
         said = capsys.readouterr().err
-        check(checkpoints.load(newest, [0, 1]), newest)
-        if newest == 2:
-            unharmed.append(file.name)
-        else:
-            assert said.startswith("warning: the checkpoint of update 2 is passed over: "), file
-            assert len(said) > 60
-            assert said.count("\n") == 1, said
-    # What Orbax writes besides, and does not need to read the arrays.
-    assert set(unharmed) <= {"_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas", "process_0"}
+        assert newest == 1, file
+        check(checkpoints.load(1, [0, 1]), 1)
+        assert said.startswith("warning: the checkpoint of update 2 is passed over: "), file
+        assert file.name in said
+        assert said.count("\n") == 1, said
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", sorted(DAMAGES.keys() - {"last byte"}))  # which is of the digest that a replay checks
 def test_a_damaged_log_of_actions_is_noticed_before_it_is_used(how: str, two: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     shutil.copytree(two, run)
     log = run / "checkpoints" / "actions_00000001" / "shard_00001.log"
     assert log.stat().st_size == 2 * RECORD
-    if how == "last byte":  # of the place's digest: the replay itself finds that out
-        return
     DAMAGES[how](log)
     newest = Checkpoints(run, ARGS, process=0).newest()
     assert newest == {"cut": 1, "halved": 1, "middle byte": 1}.get(how, 0)
@@ -414,22 +405,23 @@ def record(update: int, **changes: Any) -> dict[str, Any]:
     return common | {"losses/loss": update / 3} | changes
 
 
-def curve(run: Path, name: str = "losses/loss") -> list[tuple[int, float]]:
+def curve(run: Path, name: str = "losses/loss") -> list[tuple[int, Any]]:
     """(step, value) of everything in the only file of TensorBoard's."""
     [path] = (run / "tensorboard").iterdir()
-    events = (Event.FromString(data) for data in RecordReader(path))
+    events = [Event.FromString(data) for data in tf_records(path.read_bytes())]
+    assert events[0].file_version == "brain.Event:2"
     return [(e.step, pytest.approx(v.simple_value)) for e in events for v in e.summary.value if v.tag == name]
 
 
-def RecordReader(path: Path) -> list[bytes]:
-    """Length, checksum, data, checksum: TFRecord."""
-    data, found = path.read_bytes(), []
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        assert len(data) >= length + 16
-        found.append(data[12 : 12 + length])
-        data = data[length + 16 :]
-    return found
+def tf_records(rest: bytes) -> Iterator[bytes]:
+    """Length, checksum, data, checksum."""
+    while rest:
+        length, check = struct.unpack("<QI", rest[:12])
+        data, rest = rest[12 : 12 + length], rest[12 + length :]
+        assert check == masked_crc32c(struct.pack("<Q", length))
+        assert struct.unpack("<I", rest[:4])[0] == masked_crc32c(data)
+        yield data
+        rest = rest[4:]
 
 
 def updates(run: Path) -> list[int]:
@@ -460,6 +452,18 @@ class TestRecords:
         assert (tmp_path / "metrics.jsonl").read_text() == whole
         assert [step for step, _ in curve(tmp_path)] == [10, 20, 30]
 
+    def test_lost_lines_are_reported_and_others_never_cut(self, tmp_path: Path, capsys) -> None:
+        whole = "".join(json.dumps(record(n)) + "\n" for n in (1, 2, 3))
+        (tmp_path / "metrics.jsonl").write_text(whole)
+        records = Records(tmp_path, done=5)
+        records.close(failed=False)
+        assert "ends after update 3; those up to 5 are lost" in capsys.readouterr().err
+        damaged = whole.replace('"update": 2', '"update" 2')
+        (tmp_path / "metrics.jsonl").write_text(damaged)
+        with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: line 2"):
+            Records(tmp_path, done=3)
+        assert (tmp_path / "metrics.jsonl").read_text() == damaged
+
     def test_a_full_disk_delays_them(self, small_disk: Callable[[int], Path], capsys) -> None:
         disk = small_disk(64)
         records = Records(disk, done=0)
@@ -468,7 +472,7 @@ class TestRecords:
         (disk / "other").write_bytes(bytes(free))
         for n in range(2, 200):
             records.add(record(n))
-        assert len(updates(disk)) < 100
+        assert (disk / "metrics.jsonl").read_bytes().count(b"\n") < 100
         (disk / "other").unlink()
         records.add(record(200))
         records.add(record(201))

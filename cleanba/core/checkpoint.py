@@ -108,9 +108,10 @@ class ActionLog:
 
     def flush(self) -> None:
         """Bring everything to the disk; the files of environments that were renewed are then done with."""
-        for path, file in list(self._files.items()):
+        files = list(self._files.items())  # the run may add more meanwhile
+        for path, file in files:
             file.flush(to_disk=True)
-            if path.parent != max(self._files).parent:
+            if path.parent != max(files)[0].parent:
                 self._files.pop(path).close()
 
     def read(self, shard: int, since: int, update: int) -> Iterator[tuple[np.ndarray, bytes]]:
@@ -203,6 +204,7 @@ class Checkpoints:
         content = {
             "update": snapshot.update,
             "envs_since": snapshot.envs_since,
+            "files": _file_digests(part / "state"),
             "state": digest(arrays).hex(),
             "has_carry": any(jax.tree.leaves(carry) for carry in snapshot.carries.values()),
             "progress": snapshot.progress,
@@ -261,10 +263,15 @@ class Checkpoints:
         """The checkpoint of an update, with the carries of these shards, if its digests agree. Raises Damaged."""
         folder, content = self._folder / f"{update:08d}", self._read(update)
         try:
+            found = _file_digests(folder / "state")  # first, because Orbax is not quiet about damage
+            if changed := [name for name, said in content["files"].items() if found.get(name) != said]:
+                raise Damaged(f"{changed[0]} was changed or is missing")
             with _orbax() as orbax:
                 arrays = orbax.restore(folder.absolute() / "state")
             arrays = {name: arrays.get(name, {}) for name in ("state", "acting")}
-        except Exception as error:  # whatever Orbax and TensorStore make of damaged files
+        except Damaged:
+            raise
+        except Exception as error:  # whatever Orbax and TensorStore raise
             raise Damaged(f"its state cannot be read: {' '.join(str(error).split())[:200]}") from error
         if digest(arrays).hex() != content["state"]:
             raise Damaged("its state was changed")
@@ -282,6 +289,16 @@ class Checkpoints:
         if arrays.pop("digest", np.empty(0)).tobytes() != digest(arrays):
             raise Damaged(f"{_shard_name(shard)} was changed")
         return arrays
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    """Of all files below a folder, by their names from its parent on."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST))
+        found[str(path.relative_to(folder.parent))] = state.hexdigest()
+    return found
 
 
 def _shard_name(shard: int) -> str:

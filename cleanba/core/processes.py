@@ -26,6 +26,7 @@ from jax._src.lib import _jax
 
 SUPERVISED = "CLEANBA_SUPERVISED"  # the variable that marks processes which `supervise` started
 PATIENCE = 300.0  # seconds for all processes of a run to be started
+PARTS = 8  # of the time after which a silent process counts as lost; a stop of this process makes up one at most
 GRACE = 5.0  # seconds for a process to end by itself once it knows that the run has failed
 
 
@@ -146,8 +147,10 @@ class Peers:
             while len(self._links) < self.place.processes - 1:
                 link, _ = listener.accept()
                 link.settimeout(self._timeout)
-                said = link.makefile("r").readline().split()
-                if len(said) == 2 and said[0] == str(token):
+                said: list[bytes] = []
+                with contextlib.suppress(OSError), link.makefile("rb", buffering=0) as file:
+                    said = file.readline(100).split()
+                if len(said) == 2 and said[0] == str(token).encode():
                     self._links[int(said[1])] = link
                 else:
                     link.close()
@@ -168,8 +171,8 @@ class Peers:
         """Until the peer's connection ends or falls silent; its last word comes before that."""
         said, reason = False, "died without a last word (killed?)"
         try:
-            for line in self._links[peer].makefile("r"):
-                if line.strip():
+            for line in self._lines(self._links[peer]):
+                if line:
                     said = True
                     self._heard(peer, **json.loads(line))
         except TimeoutError:
@@ -181,6 +184,24 @@ class Peers:
             self._changed.notify_all()
         if not said:
             self._heard(peer, peer, 1, reason)
+
+    def _lines(self, link: socket.socket) -> Iterator[bytes]:
+        """What a peer says. TimeoutError when it is silent for too long, while this process itself is not stopped."""
+        silent, text = 0, b""
+        link.settimeout(self._timeout / PARTS)
+        while True:
+            try:
+                heard = link.recv(4096)
+            except TimeoutError:
+                silent += 1
+                if silent == PARTS:
+                    raise
+                continue
+            if not heard:
+                return
+            silent = 0
+            *lines, text = (text + heard).split(b"\n")
+            yield from lines
 
     def _heard(self, peer: int, process: int, status: int, reason: str) -> None:
         """A last word, of this peer or handed on by it. A good end has no reason; anything else ends this process."""
@@ -194,6 +215,8 @@ class Peers:
             self._loss = self._loss or loss
             self._changed.notify_all()
         if first:
+            if status:  # now, because a process that waits in a collective cannot, and JAX aborts where 0 is lost
+                print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
             hang = threading.Timer(GRACE, os._exit, args=(status,))  # in a collective that waits for the lost one
             hang.daemon = True
             hang.start()
@@ -202,16 +225,15 @@ class Peers:
     def cause(self, error: BaseException) -> BaseException:
         """Why this process really fails: a broken collective is soon followed by the news of who broke it."""
         with self._changed:
-            is_effect = self._links and isinstance(error, jax.errors.JaxRuntimeError)
+            # A ValueError is what JAX makes of gloo's.
+            is_effect = self._links and isinstance(error, jax.errors.JaxRuntimeError | ValueError)
             if is_effect and self._changed.wait_for(lambda: self._loss is not None, timeout=GRACE):
                 return self._loss or error
         return error
 
     def _leave(self, loss: PeerLost) -> NoReturn:
-        """What `lost` does before a run has begun."""
-        if loss.status:
-            print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
-        self.end(loss.status, str(loss))
+        """What `lost` does before a run has begun, and in a process that has nothing to close."""
+        self.end(loss.status, f"ended because {loss}")
         os._exit(loss.status)
 
     def end(self, status: int, reason: str = "") -> None:

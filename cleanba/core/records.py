@@ -4,15 +4,17 @@ import contextlib
 import json
 import os
 import shutil
+import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 
 
 def warn(message: str) -> None:
@@ -70,48 +72,41 @@ class Records:
     """The metrics of a run, from its first update on. `done` updates of an earlier session are kept, later ones cut."""
 
     def __init__(self, folder: Path, done: int, tracker: Any = None):
-        self._path, self._events, self._tracker = folder / "metrics.jsonl", folder / "tensorboard", tracker
-        kept = b"".join(_lines(self._path, done))
-        self._metrics = Appender(self._path, len(kept))
-        self._refused = False
-        self._write_events_again()
+        metrics, events = folder / "metrics.jsonl", folder / "tensorboard"
+        kept = list(_lines(metrics, done))
+        if len(kept) < done:
+            warn(f"{metrics} ends after update {len(kept)}; those up to {done} are lost, the run itself is not")
+        shutil.rmtree(events, ignore_errors=True)  # written again: curves without gaps or doubles, whatever happened
+        self._metrics = Appender(metrics, sum(map(len, kept)))
+        self._events = Appender(events / f"events.out.tfevents.{time.time():.0f}.cleanba")
+        self._events.add(_framed(Event(wall_time=time.time(), file_version="brain.Event:2")))
+        for line in kept:
+            self._events.add(_event(json.loads(line)))
+        self._tracker, self._refused = tracker, False
+        self._flush()
+
+    def _flush(self) -> None:
+        self._metrics.flush()
+        self._events.flush()
 
     def add(self, record: dict[str, Any]) -> None:
         """Record an update."""
         self._metrics.add((json.dumps(record) + "\n").encode())
+        self._events.add(_event(record))
         if self._tracker is not None:
             self._tracker.log(scalars(record) | {"global_step": record["global_step"]}, step=record["global_step"])
         try:
-            self._metrics.flush()
-            if self._refused:
-                self._write_events_again()
-                self._refused = False
-            else:
-                self._write_event(record)
+            self._flush()
+            self._refused = False
         except OSError as error:
             if not self._refused:
                 warn(f"metrics cannot be written and are kept in memory: {error}")
             self._refused = True
 
-    def _write_event(self, record: dict[str, Any]) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
-        event = Event(wall_time=record["stats/time"], step=record["global_step"], summary=Summary(value=values))
-        self._writer.write_event(event)
-        self._writer.flush()
-
-    def _write_events_again(self) -> None:
-        """TensorBoard's file from the metrics: curves without gaps or doubles, whatever happened before."""
-        shutil.rmtree(self._events, ignore_errors=True)
-        self._events.mkdir()
-        self._writer = EventsWriter(str(self._events / "events"))
-        for line in _lines(self._path):
-            self._write_event(json.loads(line))
-
     def close(self, failed: bool) -> None:
         """Close files and tracker."""
         self._metrics.close()
-        with contextlib.suppress(OSError):
-            self._writer.close()
+        self._events.close()
         if self._tracker is not None:
             self._tracker.finish(exit_code=int(failed))
 
@@ -121,10 +116,29 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in record.items() if "/" in k} | {"charts/policy_lag": record["policy_lag"]}
 
 
-def _lines(path: Path, last: int | None = None) -> Iterator[bytes]:
-    """The whole lines of a metrics file, up to the update `last`."""
+def _event(record: dict[str, Any]) -> bytes:
+    """A record for TensorBoard."""
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+    return _framed(Event(wall_time=record["stats/time"], step=record["global_step"], summary=Summary(value=values)))
+
+
+def _framed(event: Event) -> bytes:
+    """An event as it stands in TensorBoard's file, TFRecord; tensorboardX would wait for the disk after each."""
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return b"".join([length, struct.pack("<I", masked_crc32c(length)), data, struct.pack("<I", masked_crc32c(data))])
+
+
+def _lines(path: Path, last: int) -> Iterator[bytes]:
+    """The whole lines of a metrics file, up to the update `last`. ValueError if something else stands there."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or (last is not None and json.loads(line)["update"] > last):
+        for n, line in zip(range(1, last + 1), file, strict=False):
+            if not line.endswith(b"\n"):
                 return
+            try:
+                is_whole = json.loads(line)["update"] == n
+            except (ValueError, KeyError, TypeError):
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"{path} is damaged: line {n} is not the record of update {n}")
             yield line

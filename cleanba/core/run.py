@@ -1,5 +1,6 @@
 """A run and what it leaves behind: its directory, metrics, progress and trackers; and how it ends, well or badly."""
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -84,7 +85,7 @@ class Run:
         self._saved = self._pending = self._tried = 0
         self._handlers: dict[int, Any] = {}
         self._last_checkpoint = time.monotonic()
-        self._signal, self._signal_time = 0, 0.0
+        self._signal, self._signal_time, self._is_breakable = 0, 0.0, True
         self._returns: deque[float] = deque(maxlen=WINDOW)
         self._console = Console(stderr=False, soft_wrap=True, quiet=not self._is_main)
         self._timed_from: tuple[float, int] | None = None
@@ -103,7 +104,8 @@ class Run:
         except BaseException as error:
             self._end_early(self.peers.cause(error))
             raise
-        self.peers.lost = self.lockstep.fail
+        if self._is_main:  # the others have nothing to close
+            self.peers.lost = self.lockstep.fail
         return self
 
     def _end_early(self, error: BaseException) -> None:
@@ -148,11 +150,20 @@ class Run:
                 os._exit(128 + signum)
             if not self._signal:
                 self._signal, self._signal_time = signum, time.monotonic()
-                if self.place.processes == 1:
+                if self.place.processes == 1 and self._is_breakable:
                     raise Interrupted(signum)
 
         if threading.current_thread() is threading.main_thread():
             self._handlers = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """What a signal must not break off in the middle; it takes effect at the end."""
+        self._is_breakable = False
+        yield
+        self._is_breakable = True
+        if self._signal and self.place.processes == 1:
+            raise Interrupted(self._signal)
 
     def _take_dir(self) -> None:
         """Make the directory, and keep a second run out of it for as long as this process lives."""
@@ -199,6 +210,8 @@ class Run:
             self._records = Records(self.dir, self.done, tracker)
         except OSError as error:
             usage_error(f"--run-dir {self.dir} cannot be written: {error.strerror}")
+        except ValueError as error:
+            usage_error(str(error))
 
     def _make_progress(self) -> Progress:
         columns = TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}")
@@ -225,9 +238,12 @@ class Run:
             if self.dir.exists() and any(path.name not in (".lock", "config.json.tmp") for path in self.dir.iterdir()):
                 usage_error(f"--run-dir {self.dir} has files in it but no run; name an empty or a new directory")
             return {}
-        old = json.loads(config.read_text())
+        try:
+            old = json.loads(config.read_text())
+            was = old["experiment"] | {"algorithm": old["algorithm"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            usage_error(f"--run-dir {self.dir}: config.json cannot be read ({error!r}); name another directory")
         new = json.loads(json.dumps(self.args.experiment | {"algorithm": self.algorithm}))
-        was = old["experiment"] | {"algorithm": old["algorithm"]}
         differing = [f"{k} {was.get(k)!r} -> {new.get(k)!r}" for k in sorted(was | new) if was.get(k) != new.get(k)]
         if differing:
             usage_error(f"--run-dir {self.dir} holds another experiment ({'; '.join(differing)}); name another one")
@@ -291,11 +307,12 @@ class Run:
             record["charts/episodic_length"] = float(np.mean(collected.lengths))
         record |= metrics
         record |= {"charts/SPS": round(self.sps), "stats/time": time.time()}
-        if self._is_main:
-            self._records.add(record)
-        self._remember(n, collected, state)
-        self._save_if_due(n, collected.votes)
-        self._show(n, now)
+        with self._unbroken():
+            if self._is_main:
+                self._records.add(record)
+            self._remember(n, collected, state)
+            self._save_if_due(n, collected.votes)
+            self._show(n, now)
         if signum := int(collected.votes[:, 0].max()):
             raise Interrupted(signum)
 
@@ -372,7 +389,8 @@ class Run:
     def finish(self, act: Any, params: Any) -> None:
         """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
         self._progress.stop()
-        self._save_now()
+        with self._unbroken():
+            self._save_now()
         if self.place.processes > 1:
             jax.distributed.shutdown()  # the others are done; JAX would abort them if process 0 left first
         if not self._is_main:
@@ -408,6 +426,7 @@ class Run:
         return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._is_breakable = False
         self._progress.stop()
         error = self.peers.cause(error) if error is not None else None
         agreed = self.place.processes == 1 or isinstance(error, Interrupted | FloatingPointError)
@@ -418,8 +437,6 @@ class Run:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         status = getattr(error, "status", 130 if isinstance(error, KeyboardInterrupt) else 1) if error else 0
-        if isinstance(error, PeerLost):
-            print(f"process {self.place.process} ends: {error}", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt) and self._is_main:
             rest = f"the same command goes on after update {self._saved}" if self._saved else "nothing was saved yet"
             name = "interrupted" if status == 130 else f"ended by {error}"
@@ -428,7 +445,8 @@ class Run:
         if error is not None and (busy or self._signal or self.place.processes > 1) and not sys.flags.interactive:
             if not isinstance(error, KeyboardInterrupt | PeerLost):
                 traceback.print_exception(error)
-            self.peers.end(status, f"ended: {type(error).__name__}: {error}")
+            why = f"ended because {error}" if isinstance(error, PeerLost) else f"ended: {type(error).__name__}: {error}"
+            self.peers.end(status, why)
             _leave(status)  # at once: a compiled call cannot be broken off, and JAX would wait for lost processes
         self.peers.end(0)
         if isinstance(error, KeyboardInterrupt):

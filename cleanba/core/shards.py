@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology
 
+NEVER_REACHED = 1 << 20  # rounds of a loop that has one or two
+
 # While an update is traced: the places of the shards among all learners' places, or None where nothing is repeated.
 _once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
 
@@ -31,34 +33,32 @@ class State(NamedTuple):
 
 
 def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of each shard's slice of `trees`, [S / L, ...], one after another.
-
-    This is `jax.lax.map` with a number of rounds that the compiler cannot see. It would inline a loop of one round, and
-    merge what then stands side by side: another order of rounding for a learner with one shard than for one with
-    several. (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.) A NaN or a zero key
-    in the first place adds a round, which computes the last shard again.
-    """
-    count = jax.tree.leaves(trees)[0].shape[0]
-
-    def slices(i: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), trees)
-
-    def one_round(i: jax.Array, results: Any) -> Any:
-        i = jnp.minimum(i, count - 1)
-        put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-        return jax.tree.map(put, results, function(*slices(i)))
-
-    shapes = jax.eval_shape(function, *slices(0))
-    results = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
-    return jax.lax.fori_loop(0, count + _unseen_zero(trees), one_round, results)
+    """`function` of each shard's slice of `trees`, [S / L, ...], one after another."""
+    return jax.lax.map(lambda slices: fenced(function)(*slices), trees)
 
 
 def fenced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled by itself: what stands around it cannot change its rounding."""
+    """`function`, compiled by itself: what stands around it cannot change its rounding.
+
+    It is the body of a loop whose number of rounds, one, the compiler cannot see, and whose arguments seem to change from
+    round to round. So it is neither inlined nor hoisted out of the loop, and nothing is merged across its border.
+    Otherwise a learner with one shard, whose loop over shards is inlined, would round otherwise than one with several.
+    (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.) A NaN or a zero key in the
+    first place adds a round, which computes the same.
+    """
 
     def inside(*args: Any) -> Any:
-        result = each_shard(function, *jax.tree.map(lambda x: jnp.asarray(x)[None], args))
-        return jax.tree.map(lambda x: x[0], result)
+        args = jax.tree.map(jnp.asarray, args)
+        results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+
+        def one_round(i: jax.Array, _: Any) -> Any:
+            def seemingly_changed(x: jax.Array) -> jax.Array:
+                is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+                return x if is_key else jnp.where(i < NEVER_REACHED, x, jnp.zeros_like(x))
+
+            return function(*jax.tree.map(seemingly_changed, args))
+
+        return jax.lax.fori_loop(0, 1 + _unseen_zero(args), one_round, results)
 
     return inside
 
@@ -138,7 +138,8 @@ class Learner:
         before, places = state, self._topology.spread(self._shares)
         compute = partial(self._update, state, collected.rollouts, places, np.uint32(n))
         state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
-        metrics = {name: float(value) for name, value in metrics.items()}
+        # The mean over an update's minibatches is taken here: compiled, its rounding would depend on its surroundings.
+        metrics = {name: float(np.mean(np.asarray(value), dtype=np.float64)) for name, value in metrics.items()}
         if not finite or not all(map(math.isfinite, metrics.values())):
             terms = ", ".join(f"{name} = {value:.4g}" for name, value in metrics.items())
             raise FloatingPointError(

@@ -1,0 +1,98 @@
+"""Whole runs in processes of their own, as a user starts them. They share what JAX compiles, to halve their time."""
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CACHE = tempfile.mkdtemp(prefix="cleanba-test-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+ENV = os.environ | {
+    "PYTHONPATH": str(ROOT / "tests"),
+    "JAX_COMPILATION_CACHE_DIR": CACHE,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+}
+SMALL = "--num-envs 16 --num-shards 4 --num-steps 16 --total-timesteps 7680"  # 30 updates
+SOON = 120.0  # seconds in which even a busy machine gets anything done
+
+
+def command(run_dir: Path, arguments: str, name: str = "ppo") -> list[str]:
+    return [sys.executable, str(ROOT / "cleanba" / f"{name}.py"), *arguments.split(), "--run-dir", str(run_dir)]
+
+
+def start(run_dir: Path, arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """In a process group of its own."""
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    env = ENV | environment
+    return subprocess.Popen(command(run_dir, arguments), env=env, text=True, start_new_session=True, **pipes)
+
+
+def finish(run_dir: Path, arguments: str, status: int = 0, **environment: str) -> tuple[str, str]:
+    """Run to the end, which must have this status; what it said."""
+    return end(start(run_dir, arguments, **environment), status)
+
+
+def end(process: subprocess.Popen[str], status: int) -> tuple[str, str]:
+    """Wait for the end of a run, which must have this status; what it said."""
+    out, err = process.communicate(timeout=SOON)
+    assert process.returncode == status, f"{process.returncode}\n{out}\n{err}"
+    return out, err
+
+
+def wait_for_updates(run_dir: Path, process: subprocess.Popen[str], more: int = 2) -> None:
+    """Until so many more updates are recorded."""
+    count = len(lines(run_dir)) + more
+    deadline = time.monotonic() + SOON
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(lines(run_dir)) >= count:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"no {count} updates: {process.communicate()}")
+
+
+def lines(run_dir: Path) -> list[str]:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().splitlines() if metrics.exists() else []
+
+
+def numbers(run_dir: Path) -> list[dict]:
+    """The metrics without the timings."""
+    records = [json.loads(line) for line in lines(run_dir)]
+    return [{k: v for k, v in r.items() if k != "charts/SPS" and not k.startswith("stats/")} for r in records]
+
+
+def result(run_dir: Path) -> dict:
+    """The result without the timing."""
+    content = json.loads((run_dir / "result.json").read_text())
+    return {k: v for k, v in content.items() if k != "sps"}
+
+
+def assert_same(run_dir: Path, reference: Path) -> None:
+    """Line by line, and in the end."""
+    assert numbers(run_dir) == numbers(reference)
+    assert result(run_dir) == result(reference)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def killed_copy(run_dir: Path, copy: Path, after: int) -> Path:
+    """A finished run as it was when its checkpoint `after` was the last one and it was killed some updates later."""
+    shutil.copytree(run_dir, copy)
+    (copy / "result.json").unlink()
+    for update in checkpoints(copy):
+        if update > after:
+            shutil.rmtree(copy / "checkpoints" / f"{update:08d}")
+    assert checkpoints(copy)[-1] == after
+    metrics = "".join(line + "\n" for line in lines(copy)[: after + 2])
+    (copy / "metrics.jsonl").write_text(metrics[:-7])  # the last line only half
+    return copy
