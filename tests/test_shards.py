@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from synthetic import TinyNetwork, bits, learn, params_of, random_rollouts
 
 from cleanba import ppo
+from cleanba.core.actors import Collector
+from cleanba.core.seeding import Role
 from cleanba.core.shards import accumulate, each_shard, fenced, total
 from cleanba.core.topology import LEARNER, Topology
 
@@ -144,3 +146,20 @@ def test_an_impala_update_has_the_same_bits_for_every_number_of_learners(tiny_im
     assert bits(one.params) != bits(params)
     assert bits(one) == bits(four)
     assert metrics == four_metrics
+
+
+def test_a_learner_with_one_shard_logs_the_same_losses() -> None:
+    """Its loop over shards has one round; nothing of the gradient may be hoisted out and merged with what is around."""
+    sizes = dict(env_id="CartPole-v1", num_envs=16, num_shards=4, num_steps=32, concurrency=False)
+    runs = []
+    for topology in ("a0-l0", "a0-l0,1,2,3"):
+        args = ppo.Args(**sizes, topology=topology)  # type: ignore[arg-type]
+        params = params_of(ppo, args)
+        device = jax.local_devices()[0]
+        collector = Collector(ppo.act, args, range(4), device, Role.ACT)
+        rollouts = [jax.device_get(collector.collect(params, shard, 1)[0]) for shard in range(4)]
+        collector.close()
+        runs.append(learn(ppo, args, params, rollouts))
+    (state, metrics), (other_state, other_metrics) = runs
+    assert metrics == other_metrics
+    assert bits(state) == bits(other_state)
