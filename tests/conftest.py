@@ -59,6 +59,27 @@ def tiny_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
     return SimpleNamespace(name=name, module=module, args=args)
 
 
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of sessions.SMALL that was left alone; others may look at it, or copy it."""
+    from sessions import OFTEN, SMALL, finish, lines
+
+    run = tmp_path_factory.mktemp("reference") / "run"
+    out, err = finish(run, f"{SMALL} {OFTEN}")
+    assert "fingerprint" in out
+    assert err == ""
+    assert len(lines(run)) == 40
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left() -> Iterator[None]:
+    yield
+    from sessions import kill_what_is_left
+
+    kill_what_is_left()
+
+
 @pytest.fixture
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
     """Mount disks of so many kB."""

@@ -1,71 +1,58 @@
-"""Machines for the processes of a run, made of network namespaces on one switch, and ways to lose one of them.
+"""Machines made of network namespaces, a run with one process on each, and ways to lose one. Needs root and `ip`.
 
-Needs root and `ip`. As a program it breaks a run in every way and prints a row of a table for each:
-
-    python tests/namespaces.py --peer-timeout 10 link-1 stop-0
+python tests/namespaces.py --processes 3 link-1 stop-0      # loses processes in these ways, prints rows of a table
 """
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-SIZES = "--env-id CartPole-v1 --num-envs 16 --num-shards 4 --num-steps 32"
-FAULTS = ("link", "lost", "stop", "kill")
+from sessions import ENV, SOON, checkpoints, command, finish, result
 
-
-class Ended(NamedTuple):
-    seconds: float  # after the fault
-    status: int
-    output: str
+SIZES = "--env-id CartPole-v1 --num-envs 16 --num-shards 4 --num-steps 32 --checkpoint-every 4"
+FAULTS = "link", "silence", "stop", "kill"
 
 
 class Machines:
-    """So many machines, 10.77.0.1 and on, each with an interface eth0 on a switch of their own."""
+    """So many, 10.77.0.1 and on, with a switch between them that nothing else is connected to."""
 
     def __init__(self, count: int):
-        self.count = count
+        self.names = [f"cleanba-{os.getpid()}-{i}" for i in range(count)]
         self._switch = f"cleanba-{os.getpid()}-switch"
-
-    def name(self, machine: int) -> str:
-        return f"cleanba-{os.getpid()}-{machine}"
 
     def __enter__(self) -> "Machines":
         try:
             _ip(f"netns add {self._switch}")
             _ip(f"-n {self._switch} link add switch up type bridge")
-            for i in range(self.count):
-                _ip(f"netns add {self.name(i)}")
-                _ip(f"-n {self.name(i)} link add eth0 type veth peer name port{i} netns {self._switch}")
+            for i, name in enumerate(self.names):
+                _ip(f"netns add {name}")
+                _ip(f"-n {name} link set lo up")
+                _ip(f"-n {name} link add eth0 type veth peer name port{i} netns {self._switch}")
+                _ip(f"-n {name} address add 10.77.0.{i + 1}/24 dev eth0")
+                _ip(f"-n {name} link set eth0 up")
                 _ip(f"-n {self._switch} link set port{i} up master switch")
-                _ip(f"-n {self.name(i)} address add 10.77.0.{i + 1}/24 dev eth0")
-                _ip(f"-n {self.name(i)} link set eth0 up")
-                _ip(f"-n {self.name(i)} link set lo up")
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in [self._switch, *map(self.name, range(self.count))]:
-            with contextlib.suppress(subprocess.CalledProcessError):
+        for name in [*self.names, self._switch]:
+            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
                 _ip(f"netns delete {name}")
 
     def unplug(self, machine: int) -> None:
         """The machine sees its link go down."""
-        _ip(f"-n {self.name(machine)} link set eth0 down")
+        _ip(f"-n {self.names[machine]} link set eth0 down")
 
-    def lose_packets(self, machine: int) -> None:
-        """All packets from and to the machine vanish, and nobody sees a reason."""
+    def silence(self, machine: int) -> None:
+        """The switch drops all packets from and to the machine; its link stays up."""
         _ip(f"-n {self._switch} link set port{machine} nomaster")
 
 
@@ -74,34 +61,35 @@ def _ip(arguments: str) -> None:
 
 
 def why_not() -> str:
-    """Why namespaces cannot be made here; empty if they can."""
+    """Why there can be no machines here; empty if there can."""
     try:
         with Machines(1):
             return ""
     except FileNotFoundError:
-        return "there is no `ip` command"
+        return "needs the command `ip`"
     except subprocess.CalledProcessError as error:
-        return f"no network namespaces: {error.stderr.decode().strip()}"
+        return f"needs network namespaces: {error.stderr.decode().strip()}"
 
 
 class Spread:
-    """A run with one process on each machine."""
+    """A run with one process on each machine; leaving kills what is left of it."""
 
     def __init__(self, machines: Machines, run_dir: Path, arguments: str):
-        self.machines, self.run_dir = machines, run_dir
-        script = f"{ROOT}/cleanba/ppo.py --topology a0-l0-d{machines.count} --run-dir {run_dir} {arguments}"
-        place = {"JAX_COORDINATOR_ADDRESS": "10.77.0.1:7777", "JAX_NUM_PROCESSES": str(machines.count)}
-        self._outputs = [run_dir.with_name(f"{run_dir.name}-process-{i}.txt") for i in range(machines.count)]
+        self._machines, self._run_dir = machines, run_dir
+        count = len(machines.names)
+        place = {"JAX_COORDINATOR_ADDRESS": "10.77.0.1:7777", "JAX_NUM_PROCESSES": str(count)}
+        script = command(run_dir, f"{arguments} --topology a0-l0-d{count}")
         self.processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", machines.name(i), sys.executable, *script.split()],
-                env=os.environ | place | {"JAX_PROCESS_ID": str(i)},
+                ["ip", "netns", "exec", name, *script],
+                env=ENV | place | {"JAX_PROCESS_ID": str(i)},
                 stdin=subprocess.DEVNULL,
-                stdout=output.open("w"),
-                stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
                 start_new_session=True,
             )
-            for i, output in enumerate(self._outputs)
+            for i, name in enumerate(machines.names)
         ]
 
     def __enter__(self) -> "Spread":
@@ -110,93 +98,79 @@ class Spread:
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
-    def output(self, process: int) -> str:
-        return self._outputs[process].read_text()
-
-    def wait_for_checkpoint(self, seconds: float = 180) -> None:
-        deadline = time.monotonic() + seconds
-        while not checkpoints(self.run_dir):
+    def wait_for_checkpoint(self) -> None:
+        deadline = time.monotonic() + SOON
+        while not ((self._run_dir / "checkpoints").exists() and checkpoints(self._run_dir)):
             if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                raise TimeoutError("no checkpoint:\n" + "\n".join(map(self.output, range(self.machines.count))))
-            time.sleep(0.05)
+                self.__exit__()
+                raise AssertionError("no checkpoint")
+            time.sleep(0.02)
 
-    def break_by(self, fault: str, victim: int) -> None:
-        """`link` down, packets `lost`, process `stop`ped or `kill`ed."""
+    def lose(self, process: int, fault: str) -> None:
+        """By one of FAULTS."""
         if fault == "link":
-            self.machines.unplug(victim)
-        elif fault == "lost":
-            self.machines.lose_packets(victim)
+            self._machines.unplug(process)
+        elif fault == "silence":
+            self._machines.silence(process)
         else:
-            self.processes[victim].send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+            self.processes[process].send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
-    def ends(self, since: float, seconds: float, without: int | None = None) -> dict[int, Ended]:
-        """Each process's end, except one that cannot; those that have not come to it in time are left out."""
-        ended: dict[int, Ended] = {}
-        waiting = set(range(self.machines.count)) - {without}
-        while waiting and time.monotonic() < since + seconds:
-            for i in [i for i in waiting if self.processes[i].poll() is not None]:
-                waiting.remove(i)
-                ended[i] = Ended(time.monotonic() - since, self.processes[i].returncode, self.output(i))
+    def wait_for_ends(self, since: float, seconds: float, without: int | None = None) -> dict[int, float]:
+        """When each process ended, except one that cannot; those that did not in this time are left out."""
+        ended: dict[int, float] = {}
+        waiting = set(range(len(self.processes))) - {without}
+        while waiting - ended.keys() and time.monotonic() < since + seconds:
+            for i in waiting - ended.keys():
+                if self.processes[i].poll() is not None:
+                    ended[i] = time.monotonic() - since
             time.sleep(0.02)
         return ended
 
 
-def checkpoints(run_dir: Path) -> list[int]:
-    """The updates that there are complete checkpoints of."""
-    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
-
-
-def finish(run_dir: Path, arguments: str) -> str:
-    """Begin the run or go on with it, in one process on this machine; the fingerprint at its end."""
-    script = f"{ROOT}/cleanba/ppo.py --topology a0-l0-d1 --run-dir {run_dir} {arguments}"
-    subprocess.run([sys.executable, *script.split()], check=True, capture_output=True, timeout=500)
-    return json.loads((run_dir / "result.json").read_text())["fingerprint"]
-
-
-@contextlib.contextmanager
-def broken_run(run_dir: Path, arguments: str, fault: str, victim: int, count: int = 2) -> Iterator[tuple[Spread, float]]:
-    """A run that has made a checkpoint and then suffered this, and when."""
-    with Machines(count) as machines, Spread(machines, run_dir, arguments) as run:
-        run.wait_for_checkpoint()
-        now = time.monotonic()
-        run.break_by(fault, victim)
-        yield run, now
+def _row(name: str, process: int, spread: Spread, seconds: float | None) -> str:
+    if seconds is None:
+        return f"| {name} | {process} | does not end | | |"
+    _, err = spread.processes[process].communicate()
+    own = [line for line in err.splitlines() if line.startswith("process ")]
+    other = len(err.splitlines()) - len(own)
+    said = "; ".join(own) + f" (and {other} other lines)" * (other > 0)
+    return f"| {name} | {process} | {seconds:.1f} s | {spread.processes[process].returncode} | {said} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", help=f"{', '.join(FAULTS)}, and the process: stop-0 (default: all, of 0 and 1)")
-    parser.add_argument("--peer-timeout", type=float, default=10.0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=512)
-    parser.add_argument("--keep", default="")
+    default = [f"{fault}-{victim}" for fault in FAULTS for victim in (0, 1)]
+    parser.add_argument("faults", nargs="*", default=default, help=f"such as {' '.join(default)} (default: all these)")
+    parser.add_argument("--peer-timeout", type=float, default=10.0, help="seconds, as of a run")
+    parser.add_argument("--processes", type=int, default=2, help="and machines")
+    parser.add_argument("--updates", type=int, default=512, help="of the whole run")
     args = parser.parse_args()
-    folder = Path(args.keep or tempfile.mkdtemp(prefix="cleanba-network-"))
-    folder.mkdir(exist_ok=True)
-    arguments = f"{SIZES} --total-timesteps {args.updates * 512} --checkpoint-every 4 --peer-timeout {args.peer_timeout}"
-    reference = folder / "reference"
-    expected = finish(reference, arguments) if not (reference / "result.json").exists() else json.loads((reference / "result.json").read_text())["fingerprint"]
-    for name in args.faults or [f"{fault}-{victim}" for fault in FAULTS for victim in (0, 1)]:
-        fault, victim = name.split("-")[0], int(name.split("-")[1])
-        run_dir = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder)) / "run"
-        with broken_run(run_dir, arguments, fault, victim, args.processes) as (run, since):
-            ends = run.ends(since, 2 * args.peer_timeout + 200, without=victim if fault == "stop" else None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and clean up
+    sizes = f"{SIZES} --peer-timeout {args.peer_timeout} --total-timesteps {args.updates * 512}"
+    with tempfile.TemporaryDirectory(prefix="cleanba-network-") as folder:
+        finish(Path(folder) / "reference", sizes)
+        print("| fault | process | ends after | status | says |\n| --- | --- | --- | --- | --- |", flush=True)
+        for name in args.faults:
+            run_dir, fault, victim = Path(folder) / name, name.split("-")[0], int(name.split("-")[1])
+            stopped = victim if fault == "stop" else None
+            with Machines(args.processes) as machines, Spread(machines, run_dir, sizes) as spread:
+                spread.wait_for_checkpoint()
+                spread.lose(victim, fault)
+                ended = spread.wait_for_ends(time.monotonic(), args.peer_timeout + SOON, without=stopped)
+                for i in set(range(args.processes)) - {stopped}:
+                    print(_row(name, i, spread, ended.get(i)), flush=True)
+                if stopped is not None:
+                    spread.processes[stopped].send_signal(signal.SIGCONT)
+                    ended = spread.wait_for_ends(time.monotonic(), SOON)
+                    print(_row(f"{name}, continued", stopped, spread, ended.get(stopped)), flush=True)
             last = checkpoints(run_dir)[-1]
-            if fault == "stop":
-                run.processes[victim].send_signal(signal.SIGCONT)
-                again = time.monotonic()
-                ends |= {i: e for i, e in run.ends(again, 240).items() if i not in ends}
-            for i in range(args.processes):
-                if i in ends:
-                    print(f"| {name} | {i} | {ends[i].seconds:.1f} s | {ends[i].status} | ", flush=True)
-                    print("     " + "\n     ".join(ends[i].output.splitlines()[-12:]), flush=True)
-                else:
-                    print(f"| {name} | {i} | HANGS", flush=True)
-        before = time.monotonic()
-        equal = finish(run_dir, arguments) == expected
-        print(f"| {name} | resumed after update {last}: {'equal' if equal else 'DIFFERENT'} ({time.monotonic()-before:.0f} s)", flush=True)
+            finish(run_dir, f"{sizes} --topology a0-l0-d1")
+            equal = result(run_dir) == result(Path(folder) / "reference")
+            print(
+                f"| {name} | d1, after update {last} | | 0 | {'the same' if equal else 'ANOTHER'} result |", flush=True
+            )
 
 
 if __name__ == "__main__":

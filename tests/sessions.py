@@ -1,13 +1,16 @@
 """Whole runs in processes of their own, as a user starts them. They share what JAX compiles, to halve their time."""
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,24 +23,37 @@ ENV = os.environ | {
     "JAX_COMPILATION_CACHE_DIR": CACHE,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
 }
-SMALL = "--num-envs 16 --num-shards 4 --num-steps 16 --total-timesteps 7680"  # 30 updates
+SMALL = "--num-envs 16 --num-shards 4 --num-steps 16 --total-timesteps 10240"  # 40 updates
+OFTEN = "--checkpoint-every 4 --keep-checkpoints 99"
 SOON = 120.0  # seconds in which even a busy machine gets anything done
+STARTED: list[subprocess.Popen[str]] = []
+
+
+def kill_what_is_left() -> None:
+    """After a test that failed."""
+    while STARTED:
+        process = STARTED.pop()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not process.returncode and process.stdout and not process.stdout.closed:
+            process.communicate()
 
 
 def command(run_dir: Path, arguments: str, name: str = "ppo") -> list[str]:
     return [sys.executable, str(ROOT / "cleanba" / f"{name}.py"), *arguments.split(), "--run-dir", str(run_dir)]
 
 
-def start(run_dir: Path, arguments: str, **environment: str) -> subprocess.Popen[str]:
+def start(run_dir: Path, arguments: str, environment: Mapping[str, str] = ENV) -> subprocess.Popen[str]:
     """In a process group of its own."""
     pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    env = ENV | environment
-    return subprocess.Popen(command(run_dir, arguments), env=env, text=True, start_new_session=True, **pipes)
+    words = command(run_dir, arguments)
+    STARTED.append(subprocess.Popen(words, env=environment, text=True, start_new_session=True, **pipes))
+    return STARTED[-1]
 
 
-def finish(run_dir: Path, arguments: str, status: int = 0, **environment: str) -> tuple[str, str]:
+def finish(run_dir: Path, arguments: str, status: int = 0, environment: Mapping[str, str] = ENV) -> tuple[str, str]:
     """Run to the end, which must have this status; what it said."""
-    return end(start(run_dir, arguments, **environment), status)
+    return end(start(run_dir, arguments, environment), status)
 
 
 def end(process: subprocess.Popen[str], status: int) -> tuple[str, str]:
@@ -85,14 +101,13 @@ def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def killed_copy(run_dir: Path, copy: Path, after: int) -> Path:
-    """A finished run as it was when its checkpoint `after` was the last one and it was killed some updates later."""
+def killed_copy(run_dir: Path, copy: Path, saved: int = 1) -> Path:
+    """A finished run as it was with so many checkpoints saved, the first 4 updates after the start, and some updates
+    more done when it was killed."""
     shutil.copytree(run_dir, copy)
     (copy / "result.json").unlink()
-    for update in checkpoints(copy):
-        if update > after:
-            shutil.rmtree(copy / "checkpoints" / f"{update:08d}")
-    assert checkpoints(copy)[-1] == after
-    metrics = "".join(line + "\n" for line in lines(copy)[: after + 2])
+    for update in checkpoints(copy)[saved:]:
+        shutil.rmtree(copy / "checkpoints" / f"{update:08d}")
+    metrics = "".join(line + "\n" for line in lines(copy)[: checkpoints(copy)[-1] + 2])
     (copy / "metrics.jsonl").write_text(metrics[:-7])  # the last line only half
     return copy

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sessions import (
     ENV,
+    OFTEN,
     ROOT,
     SMALL,
     assert_same,
@@ -27,30 +28,17 @@ from sessions import (
 
 from cleanba.tools.cli import main
 
-OFTEN = "--checkpoint-every 4 --keep-checkpoints 99"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was left alone."""
-    run = tmp_path_factory.mktemp("reference") / "run"
-    out, err = finish(run, f"{SMALL} {OFTEN}")
-    assert "fingerprint" in out
-    assert err == ""
-    assert len(lines(run)) == 30
-    return run
-
 
 def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(run, f"{SMALL} --checkpoint-every 2 --collect stepwise")
-    wait_for_updates(run, process, 5)
+    wait_for_updates(run, process, 4)
     os.killpg(process.pid, signal.SIGKILL)
     end(process, -signal.SIGKILL)
     assert checkpoints(run)
 
     # Nothing but the signal makes these save; what they did up to it is not lost.
-    for signum, topology in ((signal.SIGTERM, "a0-l1,2,3"), (signal.SIGINT, "a0,1-l1"), (signal.SIGUSR1, "a0-l0")):
+    for signum, topology in ((signal.SIGTERM, "a0-l1,2"), (signal.SIGINT, "a0,1-l1,2"), (signal.SIGUSR1, "a0-l0")):
         last = checkpoints(run)[-1]
         process = start(run, f"{SMALL} --checkpoint-every 0 --collect stepwise --topology {topology}")
         wait_for_updates(run, process)
@@ -66,7 +54,7 @@ def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(ref
     assert_same(run, reference)
     assert err == ""
     sessions = json.loads((run / "config.json").read_text())["sessions"]
-    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2,3-d1", "a0,1-l1-d1", "a0-l0-d1", "a0-l0-d2"]
+    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d2"]
 
 
 # Sends itself a signal at the worst moment: a checkpoint has got its name, but the run does not know yet.
@@ -103,17 +91,18 @@ def test_a_run_that_had_only_to_write_its_result_does_so(reference: Path, tmp_pa
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(reference: Path, tmp_path: Path) -> None:
-    run = killed_copy(reference, tmp_path / "run", after=16)
-    shutil.rmtree(run / "checkpoints" / "00000016" / "state")
-    out, err = finish(run, f"{SMALL} --collect stepwise --topology a0-l0,1,2")
-    assert err.startswith("warning: the checkpoint of update 16 is passed over: state/")
+    run = killed_copy(reference, tmp_path / "run", saved=2)
+    good, damaged = checkpoints(run)
+    shutil.rmtree(run / "checkpoints" / f"{damaged:08d}" / "state")
+    out, err = finish(run, f"{SMALL} --topology a0-l1,2")
+    assert err.startswith(f"warning: the checkpoint of update {damaged} is passed over: state/")
     assert err.count("\n") == 1
-    assert "going on after update 12" in out
+    assert f"going on after update {good}" in out
     assert_same(run, reference)
 
 
 def test_an_unfinished_run_is_not_continued_as_another_experiment(reference: Path, tmp_path: Path) -> None:
-    run = killed_copy(reference, tmp_path / "run", after=8)
+    run = killed_copy(reference, tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     _, err = finish(run, f"{SMALL} --seed 2 --gamma 0.9", status=2)
     assert err.count("\n") == 1
@@ -123,7 +112,7 @@ def test_an_unfinished_run_is_not_continued_as_another_experiment(reference: Pat
 
 @pytest.mark.parametrize(("name", "text"), [("config.json", "{"), ("metrics.jsonl", "nonsense\n")])
 def test_a_damaged_file_of_the_run_is_named_in_one_line(name: str, text: str, reference: Path, tmp_path: Path) -> None:
-    run = killed_copy(reference, tmp_path / "run", after=8)
+    run = killed_copy(reference, tmp_path / "run")
     (run / name).write_text(text)
     _, err = finish(run, SMALL, status=2)
     assert err.count("\n") == 1
@@ -138,7 +127,7 @@ def test_a_gymnasium_run_without_concurrency_goes_on_exactly(tmp_path: Path) -> 
         "--num-envs 8 --num-shards 4 --num-steps 16 --total-timesteps 1280"
     )
     finish(tmp_path / "run", f"{arguments} {OFTEN}")
-    copy = killed_copy(tmp_path / "run", tmp_path / "copy", after=4)
+    copy = killed_copy(tmp_path / "run", tmp_path / "copy")
     finish(copy, f"{arguments} --topology a0,1-l1,2")
     assert_same(copy, tmp_path / "run")
 
@@ -147,12 +136,12 @@ def test_an_environment_that_is_not_deterministic_is_found_out_and_can_go_on(tmp
     arguments = "--env-id oracle_env:Noisy-v0 --num-envs 8 --num-shards 4 --num-steps 16 --total-timesteps 1280"
     run = tmp_path / "run"
     finish(run, f"{arguments} {OFTEN}")
-    copy = killed_copy(run, tmp_path / "copy", after=4)
+    copy = killed_copy(run, tmp_path / "copy")
     _, err = finish(copy, arguments, status=1)
     assert "oracle_env:Noisy-v0 is not deterministic" in err
     assert "rollout 1 " in err
     assert "--resume-envs fresh" in err
-    assert checkpoints(copy)[-1] == 4
+    assert checkpoints(copy) == [4]
 
     finish(copy, f"{arguments} --resume-envs fresh")
     assert len(lines(copy)) == 10
@@ -164,13 +153,13 @@ def test_an_environment_that_is_not_deterministic_is_found_out_and_can_go_on(tmp
 def test_renewed_environments_bound_the_log_and_go_on_exactly(tmp_path: Path) -> None:
     arguments = f"{SMALL} --renew-envs-every 6"
     run = tmp_path / "run"
-    finish(run, f"{arguments} --checkpoint-every 7")
-    assert checkpoints(run) == [28, 30]
+    finish(run, f"{arguments} --checkpoint-every 5")
+    saved, last = checkpoints(run)
+    assert last == 40
     logs = sorted(path.name for path in (run / "checkpoints").glob("actions_*"))
-    assert logs == ["actions_00000025"]
-    assert numbers(run)[10] != numbers(run)[9]
+    assert logs == [f"actions_{since:08d}" for since in range(1, 41, 6) if since > saved - 6]
 
-    copy = killed_copy(run, tmp_path / "copy", after=28)
+    copy = killed_copy(run, tmp_path / "copy")
     finish(copy, f"{arguments} --collect stepwise --topology a0-l0-d2")
     assert_same(copy, run)
 
@@ -182,22 +171,22 @@ def fork(*words: object) -> subprocess.CompletedProcess[str]:
 
 class TestFork:
     def test_without_changes_it_ends_the_same(self, reference: Path, tmp_path: Path) -> None:
-        done = fork(reference, "--update", 12, "--run-dir", tmp_path / "new", "--", "--topology", "a0-l1,2")
+        done = fork(reference, "--update", 4, "--run-dir", tmp_path / "new", "--", "--topology", "a0-l1,2")
         assert done.returncode == 0, done.stderr
-        assert "forked after update 12" in done.stdout
-        assert "going on after update 12" in done.stdout
+        assert "forked after update 4" in done.stdout
+        assert "going on after update 4" in done.stdout
         assert_same(tmp_path / "new", reference)
         origin = json.loads((tmp_path / "new" / "config.json").read_text())["forked_from"]
-        assert origin == {"run": str(reference), "update": 12, "changed": {}}
+        assert origin == {"run": str(reference), "update": 4, "changed": {}}
 
     def test_with_changes_it_parts_from_there_on(self, reference: Path, tmp_path: Path) -> None:
         new = tmp_path / "new"
-        done = fork(reference, "--update", 12, "--run-dir", new, "--", "--learning-rate", "1e-4", "--no-norm-adv")
+        done = fork(reference, "--update", 4, "--run-dir", new, "--", "--learning-rate", "1e-4", "--no-norm-adv")
         assert done.returncode == 0, done.stderr
-        assert numbers(new)[:12] == numbers(reference)[:12]
-        assert len(lines(new)) == 30
+        assert numbers(new)[:4] == numbers(reference)[:4]
+        assert len(lines(new)) == 40
         parted = [a["fingerprint"] != b["fingerprint"] for a, b in zip(numbers(new), numbers(reference), strict=True)]
-        assert parted == [False] * 12 + [True] * 18
+        assert parted == [False] * 4 + [True] * 36
         config = json.loads((new / "config.json").read_text())
         assert config["forked_from"]["changed"] == {"learning_rate": [0.0025, 0.0001], "norm_adv": [True, False]}
         assert config["experiment"]["learning_rate"] == 0.0001
@@ -206,17 +195,18 @@ class TestFork:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ("--update 12 -- --seed 2 --num-steps 32", "--seed, --num-steps cannot change"),
-            ("--update 12 -- --no-concurrency", "--concurrency cannot change"),
-            ("--update 13", "no checkpoint of update 13; there are [30, 28,"),
-            ("--update 12 -- --total-timesteps 1000", "ends before update 12"),
-            ("--update 12 -- --learning-rate fast", "--learning-rate"),
-            ("--update 12 -- --topology a0", "a0"),
+            ("--update 4 -- --seed 2 --num-steps 32", "--seed, --num-steps cannot change"),
+            ("--update 4 -- --no-concurrency", "--concurrency cannot change"),
+            ("--update 3", "no checkpoint of update 3; there are [40, "),
+            ("--update 4 -- --total-timesteps 512", "ends before update 4"),
+            ("--update 4 -- --learning-rate fast", "--learning-rate"),
+            ("--update 4 -- --topology a0", "a0"),
         ],
     )
     def test_what_cannot_be_is_refused_in_one_line(
-        self, words: str, said: str, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, words: str, said: str, reference: Path, tmp_path: Path, capsys, monkeypatch
     ) -> None:
+        monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("was not refused"))
         with pytest.raises(SystemExit) as caught:
             main(["fork", str(reference), "--run-dir", str(tmp_path / "new"), *words.split()])
         assert caught.value.code == 2
@@ -225,22 +215,31 @@ class TestFork:
         assert err.count("\n") == 1
         assert not (tmp_path / "new").exists()
 
-    def test_a_directory_that_exists_is_left_alone(self, reference: Path, tmp_path: Path, capsys) -> None:
+    def test_a_directory_that_exists_is_left_alone(self, reference: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+        monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("was not refused"))
         with pytest.raises(SystemExit):
             main(["fork", str(reference), "--run-dir", str(tmp_path)])
         assert "exists" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_does_not_kill_a_run(small_disk: Callable[[int], Path], reference: Path, tmp_path: Path) -> None:
-    """There is room for one checkpoint, but not for a second."""
+def test_a_full_disk_does_not_kill_a_run(small_disk: Callable[[int], Path], reference: Path) -> None:
+    """There is room for one checkpoint, but not for a second one beside it: the first stays, and is gone on from."""
     disk = small_disk(50_000)
     run = disk / "run"
-    size = sum(path.stat().st_size for path in (reference / "checkpoints" / "00000004").rglob("*"))
-    subprocess.run(["fallocate", "-l", str(50_000 * 1024 - 3 * size // 2), str(disk / "other")], check=True)
+    subprocess.run(["fallocate", "-l", "49600k", str(disk / "other")], check=True)
     process = start(run, f"{SMALL} --checkpoint-every 4")
-    _, err = end(process, 0)
-    assert "could not be written" in err
+    wait_for_updates(run, process, 15)
+    os.killpg(process.pid, signal.SIGKILL)
+    _, err = end(process, -signal.SIGKILL)
+    assert "No space left" in err
+    assert "the last good one is of update 4" in err
+    assert all(line.startswith("warning: the checkpoint of update ") for line in err.splitlines()), err
+    assert checkpoints(run) == [4]
+
+    out, err = finish(run, f"{SMALL} --checkpoint-every 4")
+    assert "going on after update 4" in out
+    assert all(line.startswith("warning: ") for line in err.splitlines()), err
     assert_same(run, reference)
 
 

@@ -123,7 +123,10 @@ class CoreArgs(MachineArgs):
     @functools.cached_property
     def place(self) -> Place:
         """Which of the run's processes this is; the only one if nobody says otherwise."""
-        found = find_place(self.coordinator_address, self.process_id, self.layout.processes)
+        try:
+            found = find_place(self.coordinator_address, self.process_id, self.layout.processes)
+        except ValueError as error:
+            usage_error(f"JAX_PROCESS_ID or JAX_NUM_PROCESSES, or the scheduler's, is not a number: {error}")
         return found or Place(0, 1, "")
 
     @property
@@ -262,6 +265,10 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
     )
     args.check_that(
         args.place.process < asked, f"process {args.place.process} is not one of the {asked} of topology {args.layout}"
+    )
+    args.check_that(
+        asked == 1 or re.fullmatch(r".+:\d+", args.place.coordinator),
+        f"the coordinator's address {args.place.coordinator!r} is not of the form host:port",
     )
     end_with_supervisor()
     try:

@@ -12,8 +12,10 @@ Engines cannot save an environment, but environments are deterministic: made ane
 actions, they arrive at the same place. The digests prove it, rollout by rollout.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -30,6 +32,8 @@ from cleanba.core.records import Appender, warn
 from cleanba.core.rollout import Cursor
 
 DIGEST = 16  # bytes
+OVERHEAD = 2**17  # bytes that Orbax writes besides the arrays, at most
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs as an error, it also raises
 
 
 class Mark(NamedTuple):
@@ -199,6 +203,10 @@ class Checkpoints:
     def _write_state(self, part: Path, snapshot: Snapshot) -> None:
         arrays = {"state": snapshot.state, "acting": snapshot.acting}
         shutil.rmtree(part / "state", ignore_errors=True)
+        # Asked first, because Orbax fills pages when it meets a full disk.
+        free, needed = shutil.disk_usage(part).free, sum(x.nbytes for x in jax.tree.leaves(arrays)) + OVERHEAD
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"No space left: {needed:,} bytes needed, {free:,} free", str(part))
         with _orbax() as orbax:
             orbax.save(part.absolute() / "state", _without_empty(arrays))
         content = {

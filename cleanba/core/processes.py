@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -74,7 +75,7 @@ def join(place: Place, peer_timeout: float) -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=int(PATIENCE),
         coordinator_bind_address=place.coordinator if place.is_loopback else None,
-        heartbeat_timeout_seconds=int(2 * peer_timeout + 60),
+        heartbeat_timeout_seconds=int(peer_timeout + 30),
     )
 
 
@@ -134,7 +135,6 @@ class Peers:
         listener, secret = None, np.zeros(2, np.uint32)
         if self.place.process == 0:
             listener = socket.create_server((host if self.place.is_loopback else "", 0))
-            listener.settimeout(self._timeout)
             secret = np.array([listener.getsockname()[1], secrets.randbits(32)], np.uint32)
         with _quiet():
             port, token = self._gather(secret)[0].tolist()
@@ -144,16 +144,30 @@ class Peers:
             self._links[0] = link
             return
         with listener:
-            while len(self._links) < self.place.processes - 1:
-                link, _ = listener.accept()
-                link.settimeout(self._timeout)
-                said: list[bytes] = []
-                with contextlib.suppress(OSError), link.makefile("rb", buffering=0) as file:
-                    said = file.readline(100).split()
-                if len(said) == 2 and said[0] == str(token).encode():
-                    self._links[int(said[1])] = link
+            self._welcome(listener, str(token).encode())
+
+    def _welcome(self, listener: socket.socket, token: bytes) -> None:
+        """Until all have come who know the token. A stranger, even a silent one, keeps nobody waiting."""
+        nameless: list[socket.socket] = []
+        while len(self._links) < self.place.processes - 1:
+            ready = select.select([listener, *nameless], [], [], self._timeout)[0]
+            if not ready:
+                raise TimeoutError(f"only {len(self._links) + 1} of {self.place.processes} processes have come")
+            for one in ready:
+                if one is listener:
+                    nameless.append(listener.accept()[0])
+                    continue
+                nameless.remove(one)
+                said = []
+                with contextlib.suppress(OSError):
+                    greeting = one.recv(100, socket.MSG_PEEK).partition(b"\n")[0]
+                    said = one.recv(len(greeting) + 1).split()  # not what may follow it
+                if len(said) == 2 and said[0] == token:
+                    self._links[int(said[1])] = one
                 else:
-                    link.close()
+                    one.close()
+        for stranger in nameless:
+            stranger.close()
 
     def _beat(self) -> None:
         while True:
@@ -212,11 +226,11 @@ class Peers:
         loss = PeerLost(f"process {process} {reason}", status)
         with self._changed:
             first, self._over = not self._over, True
+            if first and status:  # before all else: the main thread may hang in a collective, or JAX abort this process
+                print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
             self._loss = self._loss or loss
             self._changed.notify_all()
         if first:
-            if status:  # now, because a process that waits in a collective cannot, and JAX aborts where 0 is lost
-                print(f"process {self.place.process} ends: {loss}", file=sys.stderr, flush=True)
             hang = threading.Timer(GRACE, os._exit, args=(status,))  # in a collective that waits for the lost one
             hang.daemon = True
             hang.start()

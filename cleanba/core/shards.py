@@ -40,8 +40,8 @@ def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
 def fenced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled by itself: what stands around it cannot change its rounding.
 
-    It is the body of a loop whose number of rounds, one, the compiler cannot see, and whose arguments seem to change from
-    round to round. So it is neither inlined nor hoisted out of the loop, and nothing is merged across its border.
+    It is the body of a loop whose number of rounds, one, the compiler cannot see, and whose arguments seem to change in
+    each round. So it is neither inlined nor hoisted out of the loop, and nothing is merged across its border.
     Otherwise a learner with one shard, whose loop over shards is inlined, would round otherwise than one with several.
     (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.) A NaN or a zero key in the
     first place adds a round, which computes the same.

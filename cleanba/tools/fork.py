@@ -18,8 +18,10 @@ from cleanba.core.run import write_json
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.runs import read_config
 
-# What the environments depend on: with other values they could not be replayed.
+# What the environments depend on: with other values they could not be replayed. And the lag, because a checkpoint holds
+# the parameters of the rollout under way.
 KEPT = ["env_id", "engine", "atari_protocol", "seed", "num_envs", "num_steps", "num_shards", "renew_envs_every"]
+KEPT += ["concurrency"]
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -57,7 +59,7 @@ class Fork:
         new = read(module.Args, list(self.changes), default=old).check()
         changed = {k: [old.experiment[k], v] for k, v in new.experiment.items() if v != old.experiment[k]}
         if fixed := [f"--{name.replace('_', '-')}" for name in KEPT if name in changed]:
-            usage_error(f"{', '.join(fixed)} cannot change in a fork: the environments could not go on")
+            usage_error(f"{', '.join(fixed)} cannot change in a fork: the rollout under way could not go on")
         update = self._choose(old)
         if update > new.num_updates:
             usage_error(f"--total-timesteps {new.total_timesteps} ends before update {update}, where the fork begins")

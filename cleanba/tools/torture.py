@@ -122,6 +122,7 @@ class Torture:
         if self.out.exists():
             usage_error(f"--out {self.out} exists; name a new directory")
         self.out.mkdir(parents=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
         reference, tortured = self.out / "reference", self.out / "tortured"
         self._finish(self.topologies[0], reference)
         rng = random.Random(self.seed)
