@@ -68,7 +68,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, err = finish(run, f"{SMALL} {OFTEN}")
     assert "fingerprint" in out
     assert err == ""
-    assert len(lines(run)) == 40
+    assert len(lines(run)) == 60
     return run
 
 

@@ -18,12 +18,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CACHE = tempfile.mkdtemp(prefix="cleanba-test-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-ENV = os.environ | {
-    "PYTHONPATH": str(ROOT / "tests"),
-    "JAX_COMPILATION_CACHE_DIR": CACHE,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-}
-SMALL = "--num-envs 16 --num-shards 4 --num-steps 16 --total-timesteps 10240"  # 40 updates
+SHARED = {"JAX_COMPILATION_CACHE_DIR": CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+ENV = os.environ | SHARED | {"PYTHONPATH": str(ROOT / "tests")}
+SMALL = (  # 60 short updates
+    "--num-envs 16 --num-shards 4 --num-steps 8 --update-epochs 1 --num-minibatches 2 --total-timesteps 7680"
+)
 OFTEN = "--checkpoint-every 4 --keep-checkpoints 99"
 SOON = 120.0  # seconds in which even a busy machine gets anything done
 STARTED: list[subprocess.Popen[str]] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sessions import ENV, SMALL, assert_same, checkpoints, end, finish, lines, start, wait_for_updates
+from sessions import ENV, SMALL, SOON, assert_same, checkpoints, end, finish, lines, start, wait_for_updates
 
 from cleanba import ppo
 from cleanba.core import processes
@@ -304,9 +304,9 @@ def test_processes_end_together(tmp_path: Path) -> None:
     assert "process 1 died: SIGKILL\n" in err
     assert not is_left(process)
 
-    saved = checkpoints(run)[-1]
+    saved, metrics = checkpoints(run)[-1], (run / "metrics.jsonl").read_bytes()
     process = start(run, arguments)
-    wait_for_updates(run, process)
+    wait_until(lambda: (run / "metrics.jsonl").read_bytes() != metrics, SOON)  # it is under way, and has cut them
     process.kill()
     process.wait()
     wait_until(lambda: not is_left(process), within=15)

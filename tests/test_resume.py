@@ -155,9 +155,9 @@ def test_renewed_environments_bound_the_log_and_go_on_exactly(tmp_path: Path) ->
     run = tmp_path / "run"
     finish(run, f"{arguments} --checkpoint-every 5")
     saved, last = checkpoints(run)
-    assert last == 40
+    assert last == 60
     logs = sorted(path.name for path in (run / "checkpoints").glob("actions_*"))
-    assert logs == [f"actions_{since:08d}" for since in range(1, 41, 6) if since > saved - 6]
+    assert logs == [f"actions_{since:08d}" for since in range(1, 61, 6) if since > saved - 6]
 
     copy = killed_copy(run, tmp_path / "copy")
     finish(copy, f"{arguments} --collect stepwise --topology a0-l0-d2")
@@ -184,9 +184,9 @@ class TestFork:
         done = fork(reference, "--update", 4, "--run-dir", new, "--", "--learning-rate", "1e-4", "--no-norm-adv")
         assert done.returncode == 0, done.stderr
         assert numbers(new)[:4] == numbers(reference)[:4]
-        assert len(lines(new)) == 40
+        assert len(lines(new)) == 60
         parted = [a["fingerprint"] != b["fingerprint"] for a, b in zip(numbers(new), numbers(reference), strict=True)]
-        assert parted == [False] * 4 + [True] * 36
+        assert parted == [False] * 4 + [True] * 56
         config = json.loads((new / "config.json").read_text())
         assert config["forked_from"]["changed"] == {"learning_rate": [0.0025, 0.0001], "norm_adv": [True, False]}
         assert config["experiment"]["learning_rate"] == 0.0001
@@ -195,10 +195,10 @@ class TestFork:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ("--update 4 -- --seed 2 --num-steps 32", "--seed, --num-steps cannot change"),
+            ("--update 4 -- --seed 2 --num-steps 16", "--seed, --num-steps cannot change"),
             ("--update 4 -- --no-concurrency", "--concurrency cannot change"),
-            ("--update 3", "no checkpoint of update 3; there are [40, "),
-            ("--update 4 -- --total-timesteps 512", "ends before update 4"),
+            ("--update 3", "no checkpoint of update 3; there are [60, "),
+            ("--update 4 -- --total-timesteps 384", "ends before update 4"),
             ("--update 4 -- --learning-rate fast", "--learning-rate"),
             ("--update 4 -- --topology a0", "a0"),
         ],
@@ -229,7 +229,7 @@ def test_a_full_disk_does_not_kill_a_run(small_disk: Callable[[int], Path], refe
     run = disk / "run"
     subprocess.run(["fallocate", "-l", "49600k", str(disk / "other")], check=True)
     process = start(run, f"{SMALL} --checkpoint-every 4")
-    wait_for_updates(run, process, 15)
+    wait_for_updates(run, process, 30)
     os.killpg(process.pid, signal.SIGKILL)
     _, err = end(process, -signal.SIGKILL)
     assert "No space left" in err

@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import hashlib
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from cleanba.core import processes
 from cleanba.core.processes import Place
 
 LEARNER = "learner"  # the mesh axis
+CACHE_BYTES = 2**30  # of compiled programs; what was not used for longest goes first
 
 
 class TopologyError(Exception):
@@ -70,6 +74,7 @@ class Topology:
         for flag in (patience, patience.replace("terminate", "warn_stuck"), "--xla_gpu_deterministic_ops=true"):
             if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
                 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        _keep_compiled_programs()
         with contextlib.suppress(RuntimeError):  # JAX runs already, as in a notebook: its devices may be enough
             jax.config.update("jax_num_cpu_devices", min(needed, cpu_threads))
         if place is not None and place.processes > 1:
@@ -154,6 +159,21 @@ class Topology:
     def learner_of(self, shard: int, num_shards: int) -> jax.Device:
         """The device that learns from this shard."""
         return self.mesh.devices[np.nonzero(self.shares(num_shards) == shard)[0][0]]
+
+
+def _keep_compiled_programs() -> None:
+    """Across runs, in the user's cache: half of a short run is compiling. A folder for each kind of CPU, since machines
+    that differ may share a home; JAX's own variables go before this."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kind = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleanba"
+        name = hashlib.sha256("\n".join([platform.machine(), *kind]).encode()).hexdigest()[:16]
+        jax.config.update("jax_compilation_cache_dir", str(cache / f"xla-{name}"))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def to_device(tree: Any, device: jax.Device) -> Any:
