@@ -381,7 +381,7 @@ class Run:
         if (
             self._is_main
             and not self._is_terminal
-            and (now - self._last_line > SECONDS_BETWEEN_LINES or n == self.args.num_updates)
+            and (now - self._last_line > SECONDS_BETWEEN_LINES or n in (self.done + 1, self.args.num_updates))
         ):
             self._last_line = now
             print(f"update {n}/{self.args.num_updates} · step {self.global_step:,} · {news}", flush=True)

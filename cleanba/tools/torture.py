@@ -3,6 +3,7 @@
 Run:  cleanba torture cleanba/ppo.py --kills 50 -- --env-id CartPole-v1 --total-timesteps 262144 --checkpoint-every 8
 """
 
+import contextlib
 import json
 import os
 import random
@@ -42,7 +43,8 @@ class Session:
     """A run in a process group of its own; its lines are read as they come."""
 
     def __init__(self, command: list[str], run_dir: Path):
-        self._run_dir, self._lines = run_dir, [""]
+        self._run_dir, self._lines, self._is_over = run_dir, [""], False
+        self._left_behind = self._parts()
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -52,27 +54,40 @@ class Session:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self._lines.append(line)
-                self._changed.notify_all()
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._changed:
+                    self._lines.append(line)
+                    self._changed.notify_all()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _parts(self) -> set[tuple[str, int]]:
+        """Checkpoints that are being written, or that a kill left half-written."""
+        with contextlib.suppress(FileNotFoundError):  # renamed just now
+            return {(x.name, x.stat().st_ctime_ns) for x in self._run_dir.glob("checkpoints/*.part")}
+        return set()
 
     @property
     def output(self) -> str:
         """Everything said so far."""
         return "".join(self._lines)
 
+    def _has_said(self, sign: str) -> bool:
+        return any(line.startswith(sign) for line in self._lines)
+
     def wait_for(self, moment: str, patience: float) -> str:
         """Wait for a moment of this kind; the moment that it is in the end, or "" if the run is over before."""
         deadline = time.monotonic() + patience
         if sign := SIGNS.get(moment):
             with self._changed:
-                self._changed.wait_for(lambda: any(x.startswith(sign) for x in self._lines), timeout=patience)
+                self._changed.wait_for(lambda: self._is_over or self._has_said(sign), timeout=patience)
         while moment == "checkpoint" and time.monotonic() < deadline and self.process.poll() is None:
-            if list(self._run_dir.glob("checkpoints/*.part")):
+            if self._parts() - self._left_behind:
                 break
             time.sleep(0.001)
-        if self.process.poll() is not None:
+        if self._is_over or self.process.poll() is not None:
             return ""
         return moment if time.monotonic() < deadline else "waiting"
 
@@ -148,7 +163,7 @@ class Torture:
 
     def _kill_once(self, rng: random.Random, run_dir: Path) -> Kill | None:
         topology, how, moment = rng.choice(self.topologies), rng.choice(list(SIGNALS)), rng.choice(MOMENTS)
-        if moment == "replay" and not list(run_dir.glob("checkpoints/*[0-9]")):
+        if moment == "replay" and not any(path.name.isdigit() for path in run_dir.glob("checkpoints/*")):
             moment = "training"  # nothing to replay yet
         session = Session(self._command(topology, run_dir), run_dir)
         if moment == "start-up":
