@@ -152,15 +152,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cleanba-network-") as folder:
         finish(Path(folder) / "reference", sizes)
         print("| fault | process | ends after | status | says |\n| --- | --- | --- | --- | --- |", flush=True)
-        for name in args.faults:
-            run_dir, fault, victim = Path(folder) / name, name.split("-")[0], int(name.split("-")[1])
+        for i, name in enumerate(args.faults):
+            run_dir, fault, victim = Path(folder) / f"{i}-{name}", name.split("-")[0], int(name.split("-")[1])
             stopped = victim if fault == "stop" else None
             with Machines(args.processes) as machines, Spread(machines, run_dir, sizes) as spread:
                 spread.wait_for_checkpoint()
                 spread.lose(victim, fault)
                 ended = spread.wait_for_ends(time.monotonic(), args.peer_timeout + SOON, without=stopped)
-                for i in set(range(args.processes)) - {stopped}:
-                    print(_row(name, i, spread, ended.get(i)), flush=True)
+                for process in set(range(args.processes)) - {stopped}:
+                    print(_row(name, process, spread, ended.get(process)), flush=True)
                 if stopped is not None:
                     spread.processes[stopped].send_signal(signal.SIGCONT)
                     ended = spread.wait_for_ends(time.monotonic(), SOON)

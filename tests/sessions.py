@@ -1,6 +1,5 @@
-"""Whole runs in processes of their own, as a user starts them. They share what JAX compiles, to halve their time."""
+"""Whole runs in processes of their own, as a user starts them."""
 
-import atexit
 import contextlib
 import json
 import os
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +14,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CACHE = tempfile.mkdtemp(prefix="cleanba-test-")
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-SHARED = {"JAX_COMPILATION_CACHE_DIR": CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
-ENV = os.environ | SHARED | {"PYTHONPATH": str(ROOT / "tests")}
+ENV = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
 SMALL = (  # 60 short updates
     "--num-envs 16 --num-shards 4 --num-steps 8 --update-epochs 1 --num-minibatches 2 --total-timesteps 7680"
 )
 OFTEN = "--checkpoint-every 4 --keep-checkpoints 99"
-SOON = 120.0  # seconds in which even a busy machine gets anything done
+SOON = 300.0  # seconds in which even a busy machine gets anything done
 STARTED: list[subprocess.Popen[str]] = []
 
 

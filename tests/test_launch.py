@@ -294,12 +294,13 @@ from pathlib import Path
 class Args:
     topology: str = ""
     run_dir: str = ""
-    env_id: str = "Env"
     exp_name: str = ""
-    seed: int = 1
 
     def check(self):
         return self
+
+    def run_name(self, algorithm, now):
+        return f"Env__{algorithm}__1__{now}"
 
     @property
     def layout(self):

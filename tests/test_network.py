@@ -1,12 +1,13 @@
 """A process that is cut off or stopped: the others miss it, say so and end, and the run goes on on another machine."""
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from namespaces import SIZES, Machines, Spread, why_not
-from sessions import SOON, assert_same, checkpoints, end, finish
+from sessions import SOON, assert_same, checkpoints, end, finish, start, wait_for_updates
 
 TIMEOUT = 5
 ARGUMENTS = f"{SIZES} --peer-timeout {TIMEOUT} --total-timesteps 32768"  # 64 updates
@@ -49,3 +50,15 @@ def test_a_lost_process_is_missed_and_the_run_goes_on_elsewhere(fault: str, refe
             assert spread.processes[1].returncode != 0
             assert f"process 1 ends: process 0 ended because process 1 {missed}\n" in err  # JAX may add something
             assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_a_run_that_is_stopped_as_a_whole_misses_nobody_when_it_wakes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(run, f"{SIZES} --peer-timeout 3 --total-timesteps 100000000 --topology a0-l0-d2")
+    wait_for_updates(run, process)
+    os.killpg(process.pid, signal.SIGSTOP)  # Ctrl-Z
+    time.sleep(5)
+    os.killpg(process.pid, signal.SIGCONT)
+    wait_for_updates(run, process, 10)
+    os.killpg(process.pid, signal.SIGKILL)
+    end(process, -signal.SIGKILL)

@@ -50,11 +50,11 @@ def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(ref
         assert err.count("\n") == 1
         assert checkpoints(run)[-1] == len(lines(run)) > last
 
-    out, err = finish(run, f"{SMALL} --topology a0-l0-d2")
+    _, err = finish(run, f"{SMALL} --topology a0-l0-d3")  # of four shards, one process has two
     assert_same(run, reference)
     assert err == ""
     sessions = json.loads((run / "config.json").read_text())["sessions"]
-    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d2"]
+    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d3"]
 
 
 # Sends itself a signal at the worst moment: a checkpoint has got its name, but the run does not know yet.

@@ -1,5 +1,6 @@
 """Computing over shards: the same bits for every number of learners."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ from synthetic import TinyNetwork, bits, learn, params_of, random_rollouts
 
 from cleanba import ppo
 from cleanba.core.actors import Collector
+from cleanba.core.lockstep import Lockstep
 from cleanba.core.seeding import Role
-from cleanba.core.shards import accumulate, each_shard, fenced, total
-from cleanba.core.topology import LEARNER, Topology
+from cleanba.core.shards import Learner, State, accumulate, each_shard, fenced, total
+from cleanba.core.topology import LEARNER, Topology, to_device
 
 
 def layout(learners: int) -> Topology:
@@ -102,6 +104,36 @@ def test_total_is_one_fixed_tree(shards: int, learners: list[int]) -> None:
     for count in learners:
         result = over(count, lambda x: total({"x": x}), x, out=P())["x"]
         assert result.tobytes() == expected.tobytes(), f"{count} learners"
+
+
+@pytest.mark.parametrize(("shards", "learners"), [(4, 3), (6, 4), (7, 2), (8, 3), (8, 5)])
+def test_learners_that_cannot_share_evenly_count_no_shard_twice(shards: int, learners: int) -> None:
+    rng = np.random.default_rng(shards)
+    x = {name: rng.normal(size=(shards, 1001)).astype(np.float32) for name in "ab"}
+    topology = layout(learners)
+    args = SimpleNamespace(layout=topology, num_shards=shards, seed=1)
+    learner = Learner(
+        lambda state, rollouts, keys, args: (State(total(rollouts), ()), {}),
+        SimpleNamespace(args=args, lockstep=Lockstep(1, False, 1)),
+    )
+    own = {
+        i: to_device({name: values[i] for name, values in x.items()}, topology.learner_of(i, shards))
+        for i in range(shards)
+    }
+    collected = SimpleNamespace(rollouts=topology.stack(own, shards), version=1)
+    state, _ = learner(State({}, ()), collected, 1)
+    for name, values in x.items():
+        assert np.asarray(state.params[name]).tobytes() == tree_sum(values).tobytes()
+
+
+@pytest.mark.parametrize("learners", [1, 2, 3, 6])
+def test_what_is_summed_together_is_sent_together(learners: int) -> None:
+    """And where each learner holds the same power of two of shards, it sends only their sum."""
+    mapped = jax.shard_map(total, mesh=layout(learners).mesh, in_specs=P(LEARNER), out_specs=P(), check_vma=False)
+    x = {"a": np.ones((6, 3), np.float32), "b": np.ones((6, 2, 4), np.float32), "c": np.ones(6, np.float32)}
+    messages = re.findall(r"(\w+)\[([\d,]+)\] = all_gather", str(jax.make_jaxpr(mapped)(x)))
+    rows = {1: 0, 2: 6, 3: 3, 6: 6}[learners]  # of all learners: two with three shards each, three with a sum each
+    assert messages == ([("f32", f"{rows},12")] if rows else [])
 
 
 def test_the_mean_loss_gradient_has_the_same_bits_for_every_number_of_learners() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import ROOT, SHARED, SMALL, numbers
+from sessions import ROOT, SMALL, numbers
 
 from cleanba.tools import torture
 
@@ -32,9 +32,7 @@ class Plan(random.Random):
 
 
 def test_a_tortured_run_equals_one_that_was_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
-    for name, value in SHARED.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(random, "Random", Plan)
+    monkeypatch.setattr(torture.random, "Random", Plan)
     arguments = (*SMALL.split(), "--checkpoint-every", "3")
     topologies = ("a0-l0-d1", "a0-l0-d2", "a0-l1,2-d1")
     script, out = ROOT / "cleanba" / "ppo.py", tmp_path / "out"
