@@ -50,11 +50,11 @@ def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(ref
         assert err.count("\n") == 1
         assert checkpoints(run)[-1] == len(lines(run)) > last
 
-    _, err = finish(run, f"{SMALL} --topology a0-l0-d3")  # of four shards, one process has two
+    _, err = finish(run, SMALL)
     assert_same(run, reference)
     assert err == ""
     sessions = json.loads((run / "config.json").read_text())["sessions"]
-    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d3"]
+    assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d1"]
 
 
 # Sends itself a signal at the worst moment: a checkpoint has got its name, but the run does not know yet.
@@ -160,7 +160,7 @@ def test_renewed_environments_bound_the_log_and_go_on_exactly(tmp_path: Path) ->
     assert logs == [f"actions_{since:08d}" for since in range(1, 61, 6) if since > saved - 6]
 
     copy = killed_copy(run, tmp_path / "copy")
-    finish(copy, f"{arguments} --collect stepwise --topology a0-l0-d2")
+    finish(copy, f"{arguments} --collect stepwise --topology a0-l0-d3")  # of four shards, one process has two
     assert_same(copy, run)
 
 

@@ -68,6 +68,10 @@ def join(place: Place, peer_timeout: float) -> None:
     address = _own_address(place)
     if address is not None:  # by itself gloo listens where the host name leads
         _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, hostname=address)
+    waits = f"process {place.process} of {place.processes} waits at {place.coordinator}, up to {PATIENCE:.0f} s"
+    notice = threading.Timer(10.0, print, args=(f"{waits}, until all have come",), kwargs=dict(file=sys.stderr))
+    notice.daemon = True
+    notice.start()
     jax.distributed.initialize(
         place.coordinator,
         place.processes,
@@ -77,6 +81,7 @@ def join(place: Place, peer_timeout: float) -> None:
         coordinator_bind_address=place.coordinator if place.is_loopback else None,
         heartbeat_timeout_seconds=int(peer_timeout + 30),
     )
+    notice.cancel()
 
 
 def _own_address(place: Place) -> str | None:
