@@ -291,9 +291,11 @@ def test_two_terminals_with_slurms_variables_give_the_same_bits(reference: Path,
 
 def test_processes_end_together(tmp_path: Path) -> None:
     """Three sessions of a run: one of two processes is killed, then the one that started both; then Ctrl-C."""
-    run, arguments = tmp_path / "run", f"{SMALL} --topology a0-l0-d2 --checkpoint-every 2"
+    long = SMALL.replace("7680", "76800")
+    run, arguments = tmp_path / "run", f"{long} --topology a0-l0-d2 --checkpoint-every 2"
     process = start(run, arguments)
     wait_for_updates(run, process, 5)
+    wait_until(lambda: bool(checkpoints(run)), SOON)
     ports = [port for child in children(process.pid) for port in listening(child).items()]
     assert {address for _, addresses in ports for address in addresses} == {"127.0.0.1", "::ffff:127.0.0.1"}
     before = time.monotonic()
