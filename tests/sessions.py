@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,15 +58,20 @@ def end(process: subprocess.Popen[str], status: int) -> tuple[str, str]:
     return out, err
 
 
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    """Until something holds, which must be before the run ends."""
+    deadline = time.monotonic() + SOON
+    while process.poll() is None and time.monotonic() < deadline:
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"it did not happen: {process.communicate()}")
+
+
 def wait_for_updates(run_dir: Path, process: subprocess.Popen[str], more: int = 2) -> None:
     """Until so many more updates are recorded."""
     count = len(lines(run_dir)) + more
-    deadline = time.monotonic() + SOON
-    while process.poll() is None and time.monotonic() < deadline:
-        if len(lines(run_dir)) >= count:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"no {count} updates: {process.communicate()}")
+    wait_for(lambda: len(lines(run_dir)) >= count, process)
 
 
 def lines(run_dir: Path) -> list[str]:
@@ -92,7 +98,7 @@ def assert_same(run_dir: Path, reference: Path) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[int]:
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
 
 
 def killed_copy(run_dir: Path, copy: Path, saved: int = 1) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sessions import ENV, SMALL, SOON, assert_same, checkpoints, end, finish, lines, start, wait_for_updates
+from sessions import ENV, SMALL, assert_same, checkpoints, end, finish, lines, start, wait_for, wait_for_updates
 
 from cleanba import ppo
 from cleanba.core import processes
@@ -295,7 +295,7 @@ def test_processes_end_together(tmp_path: Path) -> None:
     run, arguments = tmp_path / "run", f"{long} --topology a0-l0-d2 --checkpoint-every 2"
     process = start(run, arguments)
     wait_for_updates(run, process, 5)
-    wait_until(lambda: bool(checkpoints(run)), SOON)
+    wait_for(lambda: checkpoints(run), process)
     ports = [port for child in children(process.pid) for port in listening(child).items()]
     assert {address for _, addresses in ports for address in addresses} == {"127.0.0.1", "::ffff:127.0.0.1"}
     before = time.monotonic()
@@ -308,7 +308,7 @@ def test_processes_end_together(tmp_path: Path) -> None:
 
     saved, metrics = checkpoints(run)[-1], (run / "metrics.jsonl").read_bytes()
     process = start(run, arguments)
-    wait_until(lambda: (run / "metrics.jsonl").read_bytes() != metrics, SOON)  # it is under way, and has cut them
+    wait_for(lambda: (run / "metrics.jsonl").read_bytes() != metrics, process)  # it has cut them off
     process.kill()
     process.wait()
     wait_until(lambda: not is_left(process), within=15)

@@ -48,6 +48,11 @@ def test_environment_seeds_differ_between_roles_and_neighbouring_seeds() -> None
     assert len(set(itertools.chain(*groups))) == 16 * 64
 
 
+def test_renewed_environments_are_seeded_anew() -> None:
+    groups = [env_seeds(7, Role.ACT, range(64), since) for since in (1, 2, 6, 11)]
+    assert len(set(itertools.chain(*groups))) == 4 * 64
+
+
 def test_environment_seeds_do_not_depend_on_the_grouping() -> None:
     together = env_seeds(7, Role.ACT, range(24))
     for size in (1, 3, 8):
