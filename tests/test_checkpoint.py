@@ -434,6 +434,8 @@ class TestRecords:
         for n in range(1, 6):
             first.add(record(n))
         first.close(failed=False)
+        [old] = (tmp_path / "tensorboard").iterdir()
+        old.rename(old.with_name("events.out.tfevents.1"))  # of a second ago
         second = Records(tmp_path, done=3)
         assert [step for step, _ in curve(tmp_path)] == [10, 20, 30]
         for n in (4, 5, 6):
