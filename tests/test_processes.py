@@ -113,13 +113,19 @@ def test_an_address_tells_whether_all_processes_are_on_this_machine(coordinator:
 class Team:
     """`Peers` of several processes, here in threads, with what each was told in the end."""
 
-    def __init__(self, count: int, timeout: float = 20.0, meet: Callable[[int], Any] = lambda port: None):
+    def __init__(
+        self,
+        count: int,
+        timeout: float = 20.0,
+        meet: Callable[[int], Any] = lambda port: None,
+        host: str = "127.0.0.1",
+    ):
         """`meet` is called with the port when process 0 listens and nobody else has connected yet."""
         self.losses: list[list[PeerLost]] = [[] for _ in range(count)]
         self._secrets: list[Any] = [None] * count
         self._all = threading.Barrier(count, action=lambda: meet(int(self._secrets[0][0])))
         self.peers = [
-            Peers(Place(i, count, "127.0.0.1:1"), timeout, functools.partial(self._gather, i)) for i in range(count)
+            Peers(Place(i, count, f"[{host}]:1"), timeout, functools.partial(self._gather, i)) for i in range(count)
         ]
         for own, losses in zip(self.peers, self.losses, strict=True):
             own.lost = losses.append
@@ -236,10 +242,15 @@ class TestPeers:
         for stranger in strangers:
             stranger.close()
 
-    def test_only_this_machine_can_connect(self) -> None:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+    def test_only_this_machine_can_connect(self, host: str) -> None:
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError:
+            pytest.skip("no such address here")
         addresses: list[str] = []
-        self.team(2, meet=lambda port: addresses.extend(listening(os.getpid())[port]))
-        assert addresses == ["127.0.0.1"]
+        self.team(2, meet=lambda port: addresses.extend(listening(os.getpid())[port]), host=host)
+        assert addresses == [host]
 
     def test_alone_nobody_is_missed(self) -> None:
         alone = Peers(Place(0, 1, ""), 1.0, lambda x: x)

@@ -57,30 +57,34 @@ def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(ref
     assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d1"]
 
 
-# Sends itself a signal at the worst moment: a checkpoint has got its name, but the run does not know yet.
+# Sends itself a signal at a bad moment: a checkpoint has got its name, but the run does not know it yet; or the other
+# way round, the run takes it for begun.
 SIGNALLED = """
 import os, runpy, signal, sys
 from cleanba.core.checkpoint import Checkpoints
-commit = Checkpoints.commit
-def signalled(self, update):
-    commit(self, update)
+_, moment, *sys.argv = sys.argv
+method = getattr(Checkpoints, moment)
+def signalled(self, *args):
+    if moment == "begin":
+        os.kill(os.getpid(), signal.SIGTERM)
+    method(self, *args)
     os.kill(os.getpid(), signal.SIGTERM)
-Checkpoints.commit = signalled
-sys.argv = sys.argv[1:]
+setattr(Checkpoints, moment, signalled)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_signal_while_a_checkpoint_is_completed_does_not_destroy_it(tmp_path: Path) -> None:
-    script = [str(ROOT / "cleanba" / "ppo.py"), *SMALL.split(), "--run-dir", str(tmp_path / "run")]
-    often = ["--checkpoint-every", "1", "--keep-checkpoints", "1"]
-    command = [sys.executable, "-c", SIGNALLED, *script, *often]
+@pytest.mark.parametrize("moment", ["begin", "commit"])
+def test_a_signal_in_the_middle_of_a_checkpoint_does_not_destroy_it(moment: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", SIGNALLED, moment, str(ROOT / "cleanba" / "ppo.py"), "--run-dir", str(run)]
+    command += [*SMALL.split(), "--checkpoint-every", "1", "--keep-checkpoints", "1"]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stderr.count("\n") == 1, done.stderr
-    [kept] = checkpoints(tmp_path / "run")
+    [kept] = checkpoints(run)
     assert f"goes on after update {kept}" in done.stderr
-    assert kept == len(lines(tmp_path / "run"))
+    assert kept == len(lines(run))
 
 
 def test_a_run_that_had_only_to_write_its_result_does_so(reference: Path, tmp_path: Path) -> None:

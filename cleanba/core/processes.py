@@ -139,7 +139,10 @@ class Peers:
         host = self.place.coordinator.rsplit(":", 1)[0].strip("[]")
         listener, secret = None, np.zeros(2, np.uint32)
         if self.place.process == 0:
-            listener = socket.create_server((host if self.place.is_loopback else "", 0))
+            both = not self.place.is_loopback and socket.has_dualstack_ipv6()  # versions of the Internet Protocol
+            family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+            address = (host if self.place.is_loopback else "", 0)
+            listener = socket.create_server(address, family=family, dualstack_ipv6=both)
             secret = np.array([listener.getsockname()[1], secrets.randbits(32)], np.uint32)
         with _quiet():
             port, token = self._gather(secret)[0].tolist()
