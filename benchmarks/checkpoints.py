@@ -49,13 +49,12 @@ def replay_speed(args: ppo.Args | ppo_atari.Args, rounds: int) -> tuple[list[flo
     engine.reset()
 
     def replay() -> None:
-        for shard in shards:
-            digest(collector.replay(shard, actions[shard])._replace(carry=()))
+        for end in collector.replay(actions):
+            digest(end._replace(carry=()))
 
     def step() -> None:
-        for shard in shards:
-            for action in actions[shard]:
-                engine.step(shard, action)
+        for action in np.moveaxis(actions, 1, 0):
+            engine.step(action)
 
     replay()  # compiles
     times: tuple[list[float], list[float]] = ([], [])

@@ -17,7 +17,7 @@ from flax.linen.initializers import orthogonal
 
 from cleanba.core.actors import Actors
 from cleanba.core.args import CoreArgs, parse
-from cleanba.core.layers import Conv
+from cleanba.core.layers import Conv, max_pool
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.shards import Learner, State, accumulate, each_shard, total
@@ -87,7 +87,7 @@ class Agent(nn.Module):
         x = jnp.moveaxis(obs, 1, -1) / 255.0
         if self.torso == "impala":
             for channels in (16, 32, 32):
-                x = nn.max_pool(Conv(channels, 3)(x), (3, 3), (2, 2), "SAME")
+                x = max_pool(Conv(channels, 3)(x), 3, 2)
                 x = ResidualBlock()(ResidualBlock()(x))
             x, width = nn.relu(x), 256
         else:

@@ -181,15 +181,15 @@ def test_replayed_actions_lead_to_the_same_place(changes: dict[str, Any], tmp_pa
 
     first, log = collector(), ActionLog(tmp_path, args)
     for n in (1, 2):
-        ended = {shard: first.collect({}, shard, n) for shard in (0, 1)}
-        log.add(n, 1, {shard: mark(rollout.action, end) for shard, (rollout, _, end) in ended.items()})
+        ended = first.collect({}, n)
+        log.add(n, 1, {shard: mark(rollout.action, end) for shard, (rollout, _, end) in enumerate(ended)})
     log.flush()
     second = collector()
-    for shard in (1, 0):
-        for actions, reached in log.read(shard, 1, 2):
-            assert mark(actions, second.replay(shard, actions)).digest == reached
-    for shard in (0, 1):
-        assert bits(first.collect({}, shard, 3)) == bits(second.collect({}, shard, 3))
+    for logged in zip(log.read(0, 1, 2), log.read(1, 1, 2), strict=True):
+        ends = second.replay(np.stack([actions for actions, _ in logged]))
+        for end, (actions, reached) in zip(ends, logged, strict=True):
+            assert mark(actions, end).digest == reached
+    assert bits(first.collect({}, 3)) == bits(second.collect({}, 3))
     first.close()
     second.close()
 

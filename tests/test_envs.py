@@ -26,7 +26,7 @@ def played(args: ppo.Args, steps: int, noop: bool = False) -> list[envs.Outcome]
     result = []
     for _ in range(steps):
         action = np.zeros(args.num_envs) if noop else rng.integers(0, args.env_spec.num_actions, args.num_envs)
-        result.append(engine.step(0, action.astype(np.int32)))
+        result.append(jax.tree.map(lambda x: x[0], engine.step(action.astype(np.int32)[None])))
     engine.close()
     return result
 
@@ -90,7 +90,7 @@ def test_reported_returns_are_scores_of_whole_games() -> None:
     """A lost life ends the learner's episode, goes on in the reported one, and its reset row is no step."""
     args = args_for("Breakout-v5", atari_protocol="classic", num_steps=450)
     collector = Collector(random_act, args, [0], jax.local_devices()[0], Role.ACT)
-    rollout, episodes, _ = jax.device_get(collector.collect({}, 0, 1))
+    [(rollout, episodes, _)] = jax.device_get(collector.collect({}, 1))
     collector.close()
     assert episodes.over.sum() < rollout.terminated.sum()
     for env in range(2):
@@ -157,12 +157,12 @@ def test_a_failing_gymnasium_environment_is_named() -> None:
     args = args_for("oracle_env:Raises-v0", num_envs=6, num_shards=3)
     engine = envs.make(args, [1, 2], Role.ACT)
     engine.reset()
-    action = np.zeros(2, np.int32)
+    action = np.zeros((2, 2), np.int32)
     for _ in range(7):  # five steps, a reset, a step
-        engine.step(1, action)
-    said = r"environment 4 of \S*Raises-v0 at its step 7: .*the pole fell off"
+        engine.step(action)
+    said = r"environment 2 of \S*Raises-v0 at its step 7: .*the pole fell off"
     with pytest.raises(RuntimeError, match=said) as caught:
-        engine.step(1, action)
+        engine.step(action)
     assert isinstance(caught.value.__cause__, ValueError)
     engine.close()
 
@@ -171,9 +171,9 @@ def test_outcomes_are_copies_in_jax_width() -> None:
     for env in (dict(env_id="CartPole-v1"), dict(env_id="CartPole-v1", engine="gymnasium")):
         engine = envs.make(args_for(**env), [0], Role.ACT)
         engine.reset()
-        first = engine.step(0, np.zeros(2, np.int32))
+        first = engine.step(np.zeros((1, 2), np.int32))
         before = [x.copy() for x in first]
-        engine.step(0, np.ones(2, np.int32))
+        engine.step(np.ones((1, 2), np.int32))
         engine.close()
         assert all(np.array_equal(a, b) for a, b in zip(first, before, strict=True))
         assert {x.dtype for x in first} == {np.dtype(np.float32), np.dtype(bool)}

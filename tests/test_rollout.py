@@ -39,7 +39,7 @@ def rollouts_of(
     collector = Collector(act, args, shards, jax.local_devices()[0], Role.ACT)
     assert collector.fused == (args.collect != "stepwise" and args.env_spec.engine == "envpool")
     try:
-        result = [[collector.collect({}, shard, n)[:2] for shard in shards] for n in range(1, rollouts + 1)]
+        result = [[own[:2] for own in collector.collect({}, n)] for n in range(1, rollouts + 1)]
     finally:
         collector.close()
     return [[jax.device_get(both[i]) for both in result] for i in range(len(shards))]
@@ -163,7 +163,7 @@ def test_a_real_policy_collects_the_same_bits_fused_and_stepwise() -> None:
     for collect in ("fused", "stepwise"):
         own = ppo.Args(num_envs=16, num_shards=2, num_steps=40, collect=collect)
         collector = Collector(ppo.act, own, [0, 1], jax.local_devices()[0], Role.ACT)
-        runs.append([jax.device_get(collector.collect(params, shard, n)) for n in (1, 2) for shard in (0, 1)])
+        runs.append([jax.device_get(collector.collect(params, n)) for n in (1, 2)])
         collector.close()
     for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
         assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())

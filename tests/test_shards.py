@@ -189,7 +189,7 @@ def test_a_learner_with_one_shard_logs_the_same_losses() -> None:
         params = params_of(ppo, args)
         device = jax.local_devices()[0]
         collector = Collector(ppo.act, args, range(4), device, Role.ACT)
-        rollouts = [jax.device_get(collector.collect(params, shard, 1)[0]) for shard in range(4)]
+        rollouts = [jax.device_get(rollout) for rollout, *_ in collector.collect(params, 1)]
         collector.close()
         runs.append(learn(ppo, args, params, rollouts))
     (state, metrics), (other_state, other_metrics) = runs

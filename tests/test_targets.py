@@ -137,8 +137,7 @@ def test_the_oracle_leaves_no_error_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     vtrace = jax.jit(partial(impala_atari.targets, args=impala_args))
     impala_loss = jax.jit(partial(impala_atari.loss, {}, args=impala_args))
     for n in range(1, 13):
-        for shard in (0, 1):
-            rollout, *_ = collector.collect({}, shard, n)
+        for rollout, *_ in collector.collect({}, n):
             value = rollout.obs[..., 0]
             for prepared in prepare:
                 batch = prepared(rollout)

@@ -14,7 +14,7 @@ from cleanba.core import envs
 from cleanba.core.checkpoint import Mark, digest, like, mark
 from cleanba.core.rollout import Acted, Cursor, EnvStep, Episodes, Rollout, Row, advance, assemble
 from cleanba.core.seeding import Role, key
-from cleanba.core.shards import fenced
+from cleanba.core.shards import each_shard
 from cleanba.core.topology import to_device
 
 
@@ -37,7 +37,9 @@ class ReplayError(RuntimeError):
 class Collector:
     """Turns the environments of some shards into rollouts, fused or stepwise: the bits are the same.
 
-    The environments are made for rollout `since`.
+    All shards take a step together, since waking EnvPool's threads costs more than a step of a small environment; the
+    policy acts on one shard after another, whose shapes do not depend on how many there are. The environments are made
+    for rollout `since`.
     """
 
     def __init__(
@@ -50,94 +52,100 @@ class Collector:
         since: int = 1,
     ):
         self._args, self._device, self._role, self.since = args, device, role, since
-        self._shards = list(shards)
-        self._act = fenced(partial(act, args=args))
+        self._shards = np.array(shards, np.uint32)
+        self._act = partial(act, args=args)
         self._engine = envs.make(args, shards, role, since)
         wants_fused = args.collect == "fused" or (args.collect == "auto" and device.platform == "cpu")
         self.fused = wants_fused and self._engine.xla_step is not None
-        cursors = [self._start(obs) for obs in self._engine.reset()]
-        self._cursors = to_device(cursors, device) if self.fused else cursors
-        self._act_at = jax.jit(lambda params, step, carry, k, t: self._act(params, step, carry, fold(k, t)))
+        self._cursor = self._place(self._start(self._engine.reset()))  # [s, B, ...]
+        self._act_on_all = jax.jit(self._act_at)
         self._rollout: Callable[..., tuple] = jax.jit(self._fused_rollout) if self.fused else self._stepwise_rollout
         self._replay: Callable[..., Cursor] = jax.jit(self._fused_replay) if self.fused else self._stepwise_replay
 
     def _start(self, obs: np.ndarray) -> Cursor:
-        B = len(obs)
-        step = EnvStep(obs, np.zeros(B, np.float32), np.ones(B, bool))
-        return Cursor(step, (), np.zeros(B, bool), np.zeros(B, np.float32), np.zeros(B, np.int32))
+        shape = obs.shape[:2]
+        step = EnvStep(obs, np.zeros(shape, np.float32), np.ones(shape, bool))
+        return Cursor(step, (), np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.int32))
 
-    def collect(self, params: Any, shard: int, n: int) -> tuple[Rollout, Episodes, Cursor]:
-        """Rollout n of one shard and where it ends, on this collector's device (stepwise: in host memory)."""
-        local = self._shards.index(shard)
-        rollout_key = to_device(key(self._args.seed, self._role, shard, n), self._device)
-        at = self._cursors[local], rollout_key, np.int32(local)
-        self._cursors[local], rollout, episodes = self._rollout(params, *at)
-        return rollout, episodes, self._cursors[local]
+    def _place(self, tree: Any) -> Any:
+        return to_device(tree, self._device) if self.fused else tree
 
-    def replay(self, shard: int, actions: np.ndarray) -> Cursor:
-        """Take the actions of an earlier rollout [T, B, ...] without asking the policy; where they lead."""
-        local = self._shards.index(shard)
-        self._cursors[local] = self._replay(self._cursors[local], actions, np.int32(local))
-        return self._cursors[local]
+    def collect(self, params: Any, n: int) -> list[tuple[Rollout, Episodes, Cursor]]:
+        """Rollout n of each shard and where it ends, on this collector's device (stepwise: in host memory)."""
+        self._cursor, rollouts = self._rollout(params, self._cursor, np.uint32(n))
+        return [(*each, end) for each, end in zip(rollouts, self._ends(), strict=True)]
 
-    def remember(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
-        """Give a recurrent policy the memory that it had here."""
-        local = self._shards.index(shard)
-        cursor = self._cursors[local]
-        carry = like(cursor.carry, arrays)
-        self._cursors[local] = cursor._replace(carry=to_device(carry, self._device) if self.fused else carry)
+    def replay(self, actions: np.ndarray) -> list[Cursor]:
+        """Take the actions of an earlier rollout [s, T, B, ...] without asking the policy; where they lead."""
+        self._cursor = self._replay(self._cursor, np.moveaxis(actions, 1, 0))
+        return self._ends()
 
-    def _fused_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: jax.Array) -> tuple:
+    def remember(self, carries: Sequence[dict[str, np.ndarray]]) -> None:
+        """Give a recurrent policy the memory that it had here, shard by shard."""
+        each = [like(end.carry, arrays) for end, arrays in zip(self._ends(), carries, strict=True)]
+        self._cursor = self._cursor._replace(carry=self._place(jax.tree.map(lambda *x: np.stack(x), *each)))
+
+    def _ends(self) -> list[Cursor]:
+        return self._each(jax.device_get(self._cursor))
+
+    def _each(self, tree: Any) -> list[Any]:
+        """[s, ...] -> s trees, so that a shard's rollout is in one piece."""
+        return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(len(self._shards))]
+
+    def _act_at(self, params: Any, cursor: Cursor, n: jax.Array, t: jax.Array) -> Acted:
+        keys = jax.vmap(lambda shard: key(self._args.seed, self._role, shard, n, t))(self._shards)
+        return each_shard(partial(self._act, params), cursor.step, cursor.carry, keys)
+
+    def _fused_rollout(self, params: Any, start: Cursor, n: jax.Array) -> tuple:
         xla_step = self._engine.xla_step
         assert xla_step is not None
 
-        def step(carry: tuple, t: jax.Array) -> tuple[tuple, Row]:
+        def step(carry: tuple, t: jax.Array) -> tuple[tuple, list[Row]]:
             handle, cursor = carry
-            acted = self._act(params, cursor.step, cursor.carry, fold(rollout_key, t))
-            handle, outcome = xla_step(handle, local, acted.action)
+            acted = self._act_at(params, cursor, n, t)
+            handle, outcome = xla_step(handle, acted.action)
             cursor, row = advance(cursor, acted, outcome)
-            return (handle, cursor), row
+            return (handle, cursor), self._each(row)
 
-        steps = jnp.arange(self._args.num_steps)
+        steps = jnp.arange(self._args.num_steps, dtype=jnp.uint32)
         (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), steps)
-        return end, *assemble(start, rows, end, jnp)
+        return end, self._assemble(start, rows, end, jnp)
 
-    def _stepwise_rollout(self, params: Any, start: Cursor, rollout_key: jax.Array, local: Any) -> tuple:
+    def _stepwise_rollout(self, params: Any, start: Cursor, n: np.uint32) -> tuple:
         cursor = start
-        rows: list[Row] = []
+        rows: list[list[Row]] = []
         for t in range(self._args.num_steps):
-            acted = self._act_at(params, cursor.step, cursor.carry, rollout_key, np.int32(t))
+            acted = self._act_on_all(params, cursor, n, np.uint32(t))
             acted = acted._replace(action=np.asarray(acted.action), extras=jax.tree.map(np.asarray, acted.extras))
-            cursor, row = advance(cursor, acted, self._engine.step(local, acted.action))
-            rows.append(row)
-        stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
-        return cursor, *assemble(start, stacked, cursor, np)
+            cursor, row = advance(cursor, acted, self._engine.step(acted.action))
+            rows.append(self._each(row))
+        stacked = [jax.tree.map(lambda *x: np.stack(x), *own) for own in zip(*rows, strict=True)]
+        return cursor, self._assemble(start, stacked, cursor, np)
 
-    def _fused_replay(self, start: Cursor, actions: jax.Array, local: jax.Array) -> Cursor:
+    def _assemble(self, start: Cursor, rows: list[Row], end: Cursor, numpy: Any) -> list[tuple[Rollout, Episodes]]:
+        places = zip(self._each(start), rows, self._each(end), strict=True)
+        return [assemble(*place, numpy) for place in places]
+
+    def _fused_replay(self, start: Cursor, actions: jax.Array) -> Cursor:
         xla_step = self._engine.xla_step
         assert xla_step is not None
 
         def step(carry: tuple, action: jax.Array) -> tuple[tuple, None]:
             handle, cursor = carry
-            handle, outcome = xla_step(handle, local, action)
+            handle, outcome = xla_step(handle, action)
             return (handle, advance(cursor, Acted(action, cursor.carry), outcome)[0]), None
 
         return jax.lax.scan(step, (self._engine.handle, start), actions)[0][1]
 
-    def _stepwise_replay(self, start: Cursor, actions: np.ndarray, local: Any) -> Cursor:
+    def _stepwise_replay(self, start: Cursor, actions: np.ndarray) -> Cursor:
         cursor = start
         for action in actions:
-            cursor, _ = advance(cursor, Acted(action, cursor.carry), self._engine.step(local, action))
+            cursor, _ = advance(cursor, Acted(action, cursor.carry), self._engine.step(action))
         return cursor
 
     def close(self) -> None:
         """Release the environments."""
         self._engine.close()
-
-
-def fold(k: jax.Array, t: Any) -> jax.Array:
-    """The key of step t."""
-    return jax.random.fold_in(k, t)
 
 
 class Actors:
@@ -177,37 +185,45 @@ class Actors:
                 if collector is not None:
                     collector.close()
                 collector = Collector(self._act, self._args, shards, device, Role.ACT, since)
-                for shard in shards if since < n else ():
-                    self._replay(collector, shard, n - 1)
-            return {shard: self._collect(collector, params, shard, n) for shard in shards}
+                if since < n:
+                    self._replay(collector, shards, n - 1)
+            return self._collect(collector, params, shards, n)
 
         self._lockstep.actor(thread, rollout)
         if collector is not None:
             collector.close()
 
-    def _replay(self, collector: Collector, shard: int, last: int) -> None:
-        """Bring a shard's new environments to where rollout `last` had ended."""
-        log = self._run.checkpoints.actions.read(shard, collector.since, last)
-        for n, (actions, reached) in enumerate(log, start=collector.since):
+    def _replay(self, collector: Collector, shards: list[int], last: int) -> None:
+        """Bring new environments to where rollout `last` had ended."""
+        logs = [self._run.checkpoints.actions.read(shard, collector.since, last) for shard in shards]
+        for n, log in enumerate(zip(*logs, strict=True), start=collector.since):
             self._lockstep.check()
-            end = collector.replay(shard, actions)
-            if digest(end._replace(carry=())) != reached:
-                raise ReplayError(
-                    f"{self._args.env_id} is not deterministic: given the same seeds and actions, shard {shard} saw "
-                    f"something else in rollout {n} than before. --resume-envs fresh goes on with new environments"
-                )
-            self._run.replayed(shard, n)
-        if shard in self._run.carries:
-            collector.remember(shard, self._run.carries[shard])
+            ends = collector.replay(np.stack([actions for actions, _ in log]))
+            for shard, end, (_, reached) in zip(shards, ends, log, strict=True):
+                if digest(end._replace(carry=())) != reached:
+                    raise ReplayError(
+                        f"{self._args.env_id} is not deterministic: given the same seeds and actions, shard {shard} "
+                        f"saw something else in rollout {n} than before. --resume-envs fresh goes on with new ones"
+                    )
+            self._run.replayed(n)
+        if all(shard in self._run.carries for shard in shards):
+            collector.remember([self._run.carries[shard] for shard in shards])
 
-    def _collect(self, collector: Collector, params: Any, shard: int, n: int) -> tuple[Rollout, Episodes, Mark]:
-        self._lockstep.check()
+    def _collect(
+        self, collector: Collector, params: Any, shards: list[int], n: int
+    ) -> dict[int, tuple[Rollout, Episodes, Mark]]:
         try:
-            rollout, episodes, end = collector.collect(params, shard, n)
-            learner = self._topology.learner_of(shard, self._args.num_shards)
-            return to_device(rollout, learner), jax.device_get(episodes), mark(rollout.action, end)
+            collected = dict(zip(shards, collector.collect(params, n), strict=True))
+            return {shard: self._hand_to_learner(shard, *own) for shard, own in collected.items()}
         except Exception as error:
-            raise RuntimeError(f"actor failed in shard {shard}, rollout {n}: {error}") from error
+            where = f"shards {shards[0]} to {shards[-1]}" if len(shards) > 1 else f"shard {shards[0]}"
+            raise RuntimeError(f"actor failed in {where}, rollout {n}: {error}") from error
+
+    def _hand_to_learner(
+        self, shard: int, rollout: Rollout, episodes: Episodes, end: Cursor
+    ) -> tuple[Rollout, Episodes, Mark]:
+        learner = self._topology.learner_of(shard, self._args.num_shards)
+        return to_device(rollout, learner), jax.device_get(episodes), mark(rollout.action, end)
 
     def publish(self, version: int, params: Any) -> None:
         """Hand the actors a new version of the parameters. A resumed run first hands out the version that the rollout
@@ -218,7 +234,8 @@ class Actors:
         self._hand_over(version, params)
 
     def _hand_over(self, version: int, params: Any) -> None:
-        copies = {device: to_device(self._topology.local(params), device) for device in set(self._devices)}
+        with self._lockstep.clock("transfer"):
+            copies = {device: to_device(self._topology.local(params), device) for device in set(self._devices)}
         self._lockstep.publish(version, [copies[device] for device in self._devices])
 
     def collect(self, n: int) -> Collected:
@@ -230,7 +247,8 @@ class Actors:
         steps = np.array([np.asarray(rollout.valid).sum() for rollout in rollouts.values()])
         votes, (stacked, steps) = self._share(self._run.vote(), (stacked, steps))
         returns, lengths = (x[stacked.over].tolist() for x in (stacked.returns, stacked.lengths))
-        together = self._topology.stack(rollouts, self._args.num_shards)
+        with self._lockstep.clock("transfer"):
+            together = self._topology.stack(rollouts, self._args.num_shards)
         return Collected(together, version, int(steps.sum()), returns, lengths, marks, votes)
 
     def _share(self, vote: np.ndarray, own: Any) -> tuple[np.ndarray, Any]:

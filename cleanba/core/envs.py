@@ -1,7 +1,7 @@
 """Environments of several shards behind one small interface, by EnvPool or by Gymnasium; the Atari protocols.
 
-An engine holds the shards of one actor thread. `step` answers one shard's actions with NumPy arrays; `xla_step`, where
-it is not None, does the same inside a jitted call. Both reset on the step after an end (see rollout.py).
+An engine holds the shards of one actor thread, which take their steps together. `step` answers with NumPy arrays;
+`xla_step`, where it is not None, does so inside a jitted call. Both reset on the step after an end (see rollout.py).
 """
 
 import functools
@@ -72,16 +72,16 @@ class EnvSpec(NamedTuple):
 
 
 class Engine(Protocol):
-    """Environments of `shards`, each with B of them; `local` counts these shards from 0."""
+    """Environments of s shards, each with B of them."""
 
     handle: Any
     xla_step: Callable[..., Any] | None
 
     def reset(self) -> np.ndarray:
-        """The first observations, [number of shards, B, ...]."""
+        """The first observations, [s, B, ...]."""
 
-    def step(self, local: int, action: np.ndarray) -> Outcome:
-        """Act in one shard."""
+    def step(self, action: np.ndarray) -> Outcome:
+        """Act in all environments, [s, B, ...]."""
 
     def close(self) -> None:
         """Release the environments."""
@@ -139,14 +139,10 @@ def _envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
 
 
 class EnvPoolEngine:
-    """One EnvPool for all shards: one shard's actions are under way at a time, so the batch that returns is its own.
-
-    One pool rather than one a shard, because EnvPool's XLA functions are bound to their pool: so one compiled rollout
-    serves all shards of a thread.
-    """
+    """One EnvPool for all shards."""
 
     def __init__(self, env_id: str, protocol: str, num_envs: int, seeds: Sequence[int], num_threads: int):
-        self._ids = np.arange(len(seeds), dtype=np.int32).reshape(-1, num_envs)  # [shards, B]
+        self._ids, self._shape = np.arange(len(seeds), dtype=np.int32), (-1, num_envs)
         options = _envpool_options(env_id, protocol)
         self._lives = options.get("episodic_life", False)
         self._atari = bool(options)
@@ -154,8 +150,7 @@ class EnvPoolEngine:
             env_id,
             env_type="gymnasium",
             num_envs=len(seeds),
-            batch_size=num_envs,
-            num_threads=min(num_threads, num_envs),
+            num_threads=min(num_threads, len(seeds)),
             seed=list(seeds),
             **options,
         )
@@ -169,24 +164,21 @@ class EnvPoolEngine:
 
     def reset(self) -> np.ndarray:
         """The first observations."""
-        self._pool.async_reset()
-        batches = [self._pool.recv() for _ in self._ids]
-        order = np.argsort(np.concatenate([info["env_id"] for *_, info in batches]))
-        obs = np.concatenate([obs for obs, *_ in batches])[order]
-        return _narrow(obs.reshape(*self._ids.shape, *obs.shape[1:]))
+        obs, info = self._pool.reset()
+        return _narrow(obs[np.argsort(info["env_id"])].reshape(*self._shape, *obs.shape[1:]))
 
-    def step(self, local: int, action: np.ndarray) -> Outcome:
-        """Act in one shard."""
-        self._pool.send(action.astype(self._action_dtype), self._ids[local])
+    def step(self, action: np.ndarray) -> Outcome:
+        """Act in all environments."""
+        self._pool.send(action.reshape(-1, *action.shape[2:]).astype(self._action_dtype), self._ids)
         return jax.tree.map(_narrow, self._outcome(self._pool.recv(), np))
 
     def _make_xla_step(self) -> Callable[..., Any]:
         handle, recv, send, _ = self._pool.xla()
         self.handle = jnp.asarray(handle)
 
-        def xla_step(handle: jax.Array, local: jax.Array, action: jax.Array) -> tuple[jax.Array, Outcome]:
-            action = action.astype(self._action_dtype)
-            handle, batch = recv(send(handle, action, jnp.asarray(self._ids)[local]))
+        def xla_step(handle: jax.Array, action: jax.Array) -> tuple[jax.Array, Outcome]:
+            action = action.reshape(-1, *action.shape[2:]).astype(self._action_dtype)
+            handle, batch = recv(send(handle, action, self._ids))
             return handle, self._outcome(batch, jnp)
 
         return xla_step
@@ -197,7 +189,8 @@ class EnvPoolEngine:
         # With episodic life a lost life terminates; only `info` then tells whether the game itself is over.
         over = (info["terminated"].astype(bool) if self._lives else terminated) | truncated
         order = numpy.argsort(info["env_id"])  # several EnvPool threads finish in any order
-        return Outcome(*(x[order] for x in (obs, reward, terminated, truncated, score, over)))
+        ordered = (x[order] for x in (obs, reward, terminated, truncated, score, over))
+        return Outcome(*(x.reshape(*self._shape, *x.shape[1:]) for x in ordered))
 
     def close(self) -> None:
         """Release the environments."""
@@ -238,9 +231,10 @@ class GymnasiumEngine:
         pairs = zip(self._shards, self._seeds, strict=True)
         return np.stack([_narrow(envs.reset(seed=seeds)[0]) for envs, seeds in pairs])
 
-    def step(self, local: int, action: np.ndarray) -> Outcome:
-        """Act in one shard."""
-        obs, reward, terminated, truncated, _ = self._shards[local].step(action)
+    def step(self, action: np.ndarray) -> Outcome:
+        """Act in all environments."""
+        results = [envs.step(own)[:4] for envs, own in zip(self._shards, action, strict=True)]
+        obs, reward, terminated, truncated = (np.stack(x) for x in zip(*results, strict=True))
         outcome = Outcome(obs, reward, terminated, truncated, score=reward, over=terminated | truncated)
         return jax.tree.map(_narrow, outcome)
 

@@ -39,7 +39,7 @@ def play(act: Any, params: Any, args: Any, episodes: int) -> list[float]:
     n = 0
     while min(map(len, returns)) < quota:
         n += 1
-        _, ended, _ = collector.collect(params, 0, n)
+        [(_, ended, _)] = collector.collect(params, n)
         for t, env in zip(*np.nonzero(ended.over), strict=True):
             returns[env].append(float(ended.returns[t, env]))
     collector.close()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cleanba.core.clock import Clock
+
 EMPTY = object()
 
 
@@ -45,6 +47,7 @@ class Lockstep:
         self.num_updates, self.lag = num_updates, int(concurrency)
         self.done = 0  # updates of an earlier session, which a resumed run goes on after
         self.failure: BaseException | None = None
+        self.clock = Clock()
         self._stopped = False
         self._changed = threading.Condition()
         self._learner = threading.get_ident()
@@ -63,7 +66,8 @@ class Lockstep:
 
     def collect(self, n: int) -> tuple[int, list[Any]]:
         """Learner: every thread's rollout n, and the version that all of them were collected with."""
-        numbers, versions, items = zip(*(slot.get() for slot in self._rollouts), strict=True)
+        with self.clock("rollout_queue_get"):
+            numbers, versions, items = zip(*(slot.get() for slot in self._rollouts), strict=True)
         if set(numbers) != {n} or len(set(versions)) != 1:
             raise AssertionError(f"update {n} was given rollouts {numbers} of versions {versions}")
         return versions[0], list(items)
@@ -73,9 +77,12 @@ class Lockstep:
         try:
             version, params = 0, None
             for n in range(self.done + 1, self.num_updates + 1):
-                while version < self.version_for(n):
-                    version, params = self._params[thread].get()
-                self._rollouts[thread].put((n, version, rollout(n, params)))
+                with self.clock("params_queue_get"):
+                    while version < self.version_for(n):
+                        version, params = self._params[thread].get()
+                with self.clock("rollout"):
+                    item = (n, version, rollout(n, params))
+                self._rollouts[thread].put(item)
         except Stopped:
             pass
         except BaseException as error:

@@ -265,10 +265,10 @@ class Run:
         every = self.args.renew_envs_every
         return max(self._fresh_since, 1 + (n - 1) // every * every if every else 1)
 
-    def replayed(self, shard: int, n: int) -> None:
+    def replayed(self, n: int) -> None:
         """Show how far the environments of a resumed run are."""
         now = time.perf_counter()
-        news = f"replaying environments: shard {shard}, rollout {n} of {self.done}"
+        news = f"replaying environments: rollout {n} of {self.done}"
         self._progress.update(self._bar, news=news)
         if self._is_main and not self._is_terminal and now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
@@ -289,6 +289,10 @@ class Run:
 
     def log(self, n: int, metrics: dict[str, float], collected: Collected, state: State) -> None:
         """Record update n everywhere, and save it when it is time to."""
+        with self.lockstep.clock("log"):
+            self._log(n, metrics, collected, state, self.lockstep.clock.lap())
+
+    def _log(self, n: int, metrics: dict[str, float], collected: Collected, state: State, spent: dict) -> None:
         now = time.perf_counter()
         self.global_step += collected.steps
         if self._timed_from is None:
@@ -307,6 +311,7 @@ class Run:
             record["charts/episodic_length"] = float(np.mean(collected.lengths))
         record |= metrics
         record |= {"charts/SPS": round(self.sps), "stats/time": time.time()}
+        record |= {f"stats/{name}_time": round(seconds, 6) for name, seconds in spent.items()}
         with self._unbroken():
             if self._is_main:
                 self._records.add(record)

@@ -137,7 +137,8 @@ class Learner:
             raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
         before, places = state, self._topology.spread(self._shares)
         compute = partial(self._update, state, collected.rollouts, places, np.uint32(n))
-        state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
+        with self._lockstep.clock("update"):
+            state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
         # The mean over an update's minibatches is taken here: compiled, its rounding would depend on its surroundings.
         metrics = {name: float(np.mean(np.asarray(value), dtype=np.float64)) for name, value in metrics.items()}
         if not finite or not all(map(math.isfinite, metrics.values())):

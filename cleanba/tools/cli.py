@@ -11,6 +11,7 @@ COMMANDS = {
     "plot": ("cleanba.tools.plot", "Plot", "draw the learning curves of runs"),
     "fork": ("cleanba.tools.fork", "Fork", "start a new run from a checkpoint, with other arguments"),
     "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
+    "bench": ("cleanba.tools.bench", "Bench", "measure how fast a workload trains, and what limits it"),
     "launch": ("cleanba.tools.launch", "Launch", "start a run here, or as a job of Slurm or Kubernetes"),
 }
 HELP = "\n".join(
