@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: help setup train test lock format clean
+.PHONY: help setup train test bench lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): .*## /\1	/' | expand -t 10
@@ -29,6 +29,9 @@ test: $(STAMP)  ## lint, format check, type check, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+bench: $(STAMP)  ## measure how fast it trains, beside other people's PPO (about half an hour); makes the tables of docs/performance.md
+	$(BIN)/python benchmarks/performance.py $(ARGS)
 
 format: $(STAMP)  ## apply the formatter and the linter's safe fixes
 	$(BIN)/ruff format .

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cleanba.core import processes
@@ -101,8 +101,14 @@ class Topology:
         return jax.tree.map(lambda x: put(x.shape, data_callback=lambda index: x[index]), jax.device_get(tree))
 
     def local(self, tree: Any) -> Any:
-        """This process's copy of what `replicate`, or an update, put on every learner."""
-        return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+        """This process's copy of what `replicate`, or an update, put on every learner; of one type, whichever it was,
+        since a shard remembers its mesh, and who gets both would be compiled twice."""
+
+        def own(x: jax.Array) -> jax.Array:
+            shard = x.addressable_shards[0]
+            return jax.make_array_from_single_device_arrays(x.shape, SingleDeviceSharding(shard.device), [shard.data])
+
+        return jax.tree.map(own, tree)
 
     def gather(self, tree: Any) -> Any:
         """Every process's arrays, of equal shapes, stacked in host memory: [processes, ...].

@@ -29,7 +29,7 @@ from cleanba.core.run import Run
 from cleanba.core.seeding import Role, key
 from cleanba.core.shards import Learner, fenced
 from cleanba.core.topology import to_device
-from cleanba.core.usage import usage_error
+from cleanba.core.usage import read, usage_error
 from cleanba.tools.peers import Peer, peers_for
 
 PARTS = ("environments", "acting", "learning", "training")
@@ -166,11 +166,11 @@ class Bench:
         module = algorithm("", str(self.script))
         with tempfile.TemporaryDirectory() as folder:
             arguments = [*self.arguments, "--run-dir", str(Path(folder) / "run"), "--checkpoint-every", "0"]
-            first = parse(module.Args, arguments)
+            first = read(module.Args, arguments).check()
+            if first.layout.processes > 1:
+                usage_error(f"topology {first.layout}: one process is measured; use -d1")
             updates = WARM_UP + self.rounds * (self.updates + 2) + 1  # the last rollout is only collected
             args = parse(module.Args, [*arguments, "--total-timesteps", str(updates * first.batch_size)])
-            if args.layout.processes > 1:
-                usage_error(f"topology {args.layout}: one process is measured; use -d1")
             others = peers_for(args) if self.peers else []
             figures = self._measure(module, args, others)
         report = summarize(figures, self.updates * args.batch_size)

@@ -6,7 +6,8 @@ from typing import Any
 import envpool
 import numpy as np
 
-WARM_UP, TIMED = 2, 3  # updates
+WARM_UP = 2  # updates that are not timed: programs are compiled in them
+SECONDS = 5.0  # at least, of whole updates, are timed
 CLASSIC: dict[str, Any] = dict(repeat_action_probability=0.0, full_action_space=False, episodic_life=True, noop_max=30)
 MACHADO: dict[str, Any] = dict(repeat_action_probability=0.25, full_action_space=True, episodic_life=False, noop_max=1)
 
@@ -29,9 +30,10 @@ class Meter:
     def updated(self) -> bool:
         """Whether that was the last one."""
         self._times.append(time.perf_counter())
-        if len(self._times) < WARM_UP + TIMED:
+        timed = len(self._times) - WARM_UP
+        if timed < 1 or self._times[-1] - self._times[WARM_UP - 1] < SECONDS:
             return False
-        print(TIMED * self._steps / (self._times[-1] - self._times[WARM_UP - 1]))
+        print(timed * self._steps / (self._times[-1] - self._times[WARM_UP - 1]))
         return True
 
 

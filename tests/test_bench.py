@@ -1,0 +1,78 @@
+"""`cleanba bench` measures what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sessions import ENV, ROOT
+
+from cleanba.core.clock import Clock
+from cleanba.tools.bench import PARTS, WAITS, summarize, table
+
+WORK = "--num-envs 16 --num-steps 8 --num-shards 4"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cleanba.tools.cli", "bench", *arguments]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("more", ["", "--no-concurrency --collect stepwise --topology a0,1-l0"])
+def test_every_part_is_measured(more: str, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    arguments = [*WORK.split(), *more.split()]
+    done = bench(
+        str(ROOT / "cleanba" / "ppo.py"), "--rounds", "2", "--updates", "1", "--out", str(out), "--", *arguments
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    speeds = report["steps_per_second"]
+    assert list(speeds) == [*PARTS, "ceiling"]
+    for median, low, high in speeds.values():
+        assert 0 < low <= median <= high
+    assert set(report["share_of_time"]) == set(WAITS)
+    assert report["arguments"] == arguments
+    assert f"| training | {speeds['training'][0]:,.0f} |" in done.stdout
+    assert not any(path.name != "bench.json" for path in tmp_path.iterdir())
+
+
+def test_the_ceiling_is_one_part_after_another() -> None:
+    line = {f"stats/{wait}_time": 0.5 for wait in WAITS}
+    figures = {part: [(seconds, 1.0)] * 3 for part, seconds in zip(PARTS, (1.0, 2.0, 5.0, 10.0), strict=True)}
+    report = summarize(figures | {"waits": [[line, line]] * 3, "other": [5.0] * 3, "first_update": [3.0]}, steps=80)
+    assert report["steps_per_second"]["environments"] == [80, 80, 80]
+    assert report["steps_per_second"]["ceiling"] == pytest.approx([10] * 3)
+    assert report["of_ceiling"] == pytest.approx([0.8] * 3)
+    assert report["times_peer"]["other"] == pytest.approx([1.6] * 3)
+    assert report["share_of_time"]["log"] == pytest.approx([0.1] * 3)
+    lines = table(report | {"script": "x.py", "arguments": [], "topology": "a0-l0-d1", "cores": 2, "rounds": 3})
+    assert "| of the ceiling | 0.80 | 0.80 .. 0.80 |" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.py"], "nowhere.py is not a Python file"),
+        ([str(ROOT / "cleanba" / "ppo.py"), "--rounds", "0"], "must be at least 1"),
+        ([str(ROOT / "cleanba" / "ppo.py"), "--out", "no/such/place.json"], "there is no such directory"),
+        ([str(ROOT / "cleanba" / "ppo.py"), "--", "--topology", "a0-l0-d2"], "use -d1"),
+        ([str(ROOT / "cleanba" / "impala_atari.py"), "--peers"], "compare with ppo.py"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], said: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_clock_takes_the_mean_over_threads_and_begins_anew() -> None:
+    clock = Clock()
+    with clock("a"), clock("b"):
+        pass
+    spent = clock.lap()
+    assert list(spent) == ["a", "b"]
+    assert spent["a"] >= spent["b"] >= 0
+    assert clock.lap() == {}
