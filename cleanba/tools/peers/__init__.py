@@ -40,11 +40,11 @@ def peers_for(args: Any) -> list[Peer]:
     names = "env_id atari_protocol num_envs num_steps num_minibatches update_epochs learning_rate gamma gae_lambda"
     names += " clip_coef ent_coef vf_coef max_grad_norm"
     work = {name: getattr(args, name) for name in names.split()}
-    python = _install()
+    python = install()
     return [Peer(name, python, work) for name in ("torch_ppo", "sb3_ppo", "sbx_ppo")]
 
 
-def _install() -> Path:
+def install() -> Path:
     """The peers' own environment, made once, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleanba" / "peers"
     python = cache / "bin" / "python"
