@@ -54,14 +54,17 @@ def test_the_files_are_found() -> None:
 @pytest.mark.parametrize(
     ("module", "rooms"),
     [
-        ("threading", WAITING | {"core/run.py", "core/records.py", "core/checkpoint.py", "tools/torture.py"}),
+        (
+            "threading",
+            WAITING | {"core/run.py", "core/records.py", "core/checkpoint.py", "core/clock.py", "tools/torture.py"},
+        ),
         ("socket", {"core/processes.py"}),
         ("queue", set()),
         ("multiprocessing", set()),
-        ("concurrent", set()),
+        ("concurrent", {"tools/bench.py"}),
         ("asyncio", set()),
         ("pickle", set()),
-        ("envpool", {"core/envs.py"}),
+        ("envpool", {"core/envs.py", "tools/peers/work.py"}),
         ("gymnasium", {"core/envs.py"}),
         ("orbax", {"core/checkpoint.py"}),
         ("wandb", {"core/run.py"}),
@@ -95,7 +98,10 @@ def test_collectives_are_in_topology_and_shards_only() -> None:
 
 
 def test_lockstep_knows_no_jax() -> None:
-    assert not {i.split(".")[0] for i in imports(ROOT / "core" / "lockstep.py")} & {"jax", "numpy", "flax", "cleanba"}
+    for file in ("lockstep.py", "clock.py"):
+        found = imports(ROOT / "core" / file)
+        assert not {i.split(".")[0] for i in found} & {"jax", "numpy", "flax"}
+        assert {i for i in found if i.startswith("cleanba")} <= {"cleanba.core.clock", "cleanba.core.clock.Clock"}
 
 
 def test_the_core_imports_no_algorithm() -> None:

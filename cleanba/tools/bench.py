@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import tyro
-from gymnasium.spaces import Discrete
 
 from cleanba.core.actors import Actors, Collected, Collector
 from cleanba.core.args import parse
@@ -40,8 +39,8 @@ WAITS = ("rollout_queue_get", "params_queue_get", "transfer", "log")
 def random_action(params: Any, step: EnvStep, carry: Any, k: jax.Array, args: Any) -> Acted:
     """Acting that costs nothing."""
     space, B = args.env_spec.action_space, len(step.first)
-    if isinstance(space, Discrete):
-        return Acted(jax.random.randint(k, (B,), 0, int(space.n)), carry)
+    if not space.shape:
+        return Acted(jax.random.randint(k, (B,), 0, args.env_spec.num_actions), carry)
     low, high = np.maximum(space.low, -1.0), np.minimum(space.high, 1.0)
     return Acted(jax.random.uniform(k, (B, *space.shape), minval=low, maxval=high), carry)
 
