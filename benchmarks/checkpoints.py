@@ -3,12 +3,13 @@
 Run:   python benchmarks/checkpoints.py
 Makes: benchmarks/results/checkpoints.md
 
-Training with and without checkpoints alternates, so that noise hits both alike; a speed is the run's own `sps`, from
-the end of its first update on. Replay is timed against the same environments stepped with the same actions alone.
+A run that saves after every update is compared with one that does not save: the difference of their core-seconds (user
+and system time of the process and its threads, which another job's load moves less than the clock) over the number of
+checkpoints. Replay is timed against the same environments stepped with the same actions alone, in turns.
 """
 
 import argparse
-import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -28,14 +29,17 @@ from cleanba.core.seeding import Role
 ROOT = Path(__file__).parent.parent
 
 
-def speed(experiment: str, every: str) -> float:
-    """Steps per second of one run."""
+def core_seconds(experiment: str, every: str) -> tuple[float, int]:
+    """Of one run, and its number of updates."""
     script, arguments = experiment.split(maxsplit=1)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, str(ROOT / "cleanba" / script), *arguments.split(), "--checkpoint-every", every]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*command, "--run-dir", str(run_dir)], check=True, stdout=subprocess.DEVNULL)
-        return json.loads((run_dir / "result.json").read_text())["sps"]
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        updates = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, updates
 
 
 def replay_speed(args: ppo.Args | ppo_atari.Args, rounds: int) -> tuple[list[float], list[float]]:
@@ -74,28 +78,30 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--every", default="60s")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--experiments",
         nargs="+",
         default=[
-            "ppo.py --env-id CartPole-v1 --total-timesteps 2000000",
-            "ppo_atari.py --env-id Breakout-v5 --network nature --num-envs 16 --total-timesteps 30000",
+            "ppo.py --env-id CartPole-v1 --total-timesteps 409600",
+            "ppo_atari.py --env-id Breakout-v5 --network nature --num-envs 8 --num-steps 8 --update-epochs 1"
+            " --num-minibatches 1 --total-timesteps 6400",
         ],
     )
     options = parser.parse_args()
     lines = [f"Made by `python benchmarks/checkpoints.py {' '.join(sys.argv[1:])}`; median (smallest to largest).", ""]
     lines += [
-        f"| experiment | steps/s without | with, every {options.every} | ratio of each pair |",
+        "| experiment | checkpoints | core-seconds of each | share of one core, one a minute |",
         "| --- " * 4 + "|",
     ]
     for experiment in options.experiments:
-        pairs = [(speed(experiment, "0"), speed(experiment, options.every)) for _ in range(options.rounds)]
-        without, with_them = (list(x) for x in zip(*pairs, strict=True))
-        ratios = [b / a for a, b in pairs]
-        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        lines.append(f"| `{experiment}` | {spread(without)} | {spread(with_them)} | {ratio} |")
+        costs = []
+        for _ in range(options.rounds):
+            without, _ = core_seconds(experiment, "0")
+            with_them, updates = core_seconds(experiment, "1")
+            costs.append((with_them - without) / updates)
+        cost = f"{statistics.median(costs):.3f} ({min(costs):.3f} to {max(costs):.3f})"
+        lines.append(f"| `{experiment}` | {updates} | {cost} | {statistics.median(costs) / 60:.2%} |")
         print(lines[-1], flush=True)
     lines += ["", "| environments | replayed, steps/s | stepped alone | ratio of the medians |", "| --- " * 4 + "|"]
     cart = ppo.Args(env_id="CartPole-v1", num_envs=64, num_steps=128)
