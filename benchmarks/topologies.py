@@ -1,10 +1,12 @@
 """Fingerprints of the same small experiments on many topologies, thread counts, cores and processes.
 
-Run:   python benchmarks/topologies.py
+Run:   python benchmarks/topologies.py [--experiments TEXT ...] [--places TEXT ...]    (those that contain a text)
 Makes: benchmarks/results/topologies.md, and exits with 1 if any two of an experiment differ
 """
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -47,10 +49,16 @@ def fingerprint(experiment: str, place: str) -> str:
 
 def main() -> int:
     """Run everything and write the table; the exit status tells whether all agree."""
-    lines = ["Made by `python benchmarks/topologies.py`.", ""]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiments", nargs="+", default=[""])
+    parser.add_argument("--places", nargs="+", default=[""])
+    options = parser.parse_args()
+    experiments = [x for x in EXPERIMENTS if any(text in x for text in options.experiments)]
+    places = [x for x in PLACES if any(text in x for text in options.places)]
+    lines = [f"Made by `{shlex.join(['python', 'benchmarks/topologies.py', *sys.argv[1:]])}`.", ""]
     status = 0
-    for experiment in EXPERIMENTS:
-        found = {place: fingerprint(experiment, place) for place in PLACES}
+    for experiment in experiments:
+        found = {place: fingerprint(experiment, place) for place in places}
         status |= len(set(found.values())) > 1
         lines += [f"`{experiment}`", "", "| where | fingerprint |", "| --- | --- |"]
         lines += [f"| `{place}` | {value} |" for place, value in found.items()] + [""]
