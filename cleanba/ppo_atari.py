@@ -2,7 +2,7 @@
 
 Differs from the paper: bootstraps through truncation; normalizes advantages over the whole minibatch; one step of lag.
 Run:       python cleanba/ppo_atari.py --env-id Breakout-v5
-           python cleanba/ppo_atari.py --env-id Pong-v5 --network nature  (500,000 steps: docs/algorithms/ppo_atari.md)
+           python cleanba/ppo_atari.py --env-id Pong-v5 --network nature --num-envs 32
 Read next: impala_atari.py (off-policy correction)
 """
 

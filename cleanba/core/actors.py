@@ -154,13 +154,12 @@ class Actors:
     def __init__(self, act: Callable[..., Acted], run: Any):
         self._act, self._run, self._args, self._lockstep = act, run, run.args, run.lockstep
         self._topology = run.args.layout
-        self._devices = [device for device in self._topology.actor_devices for _ in range(self._args.num_actor_threads)]
-        blocks = np.array_split(self._topology.shards_of(run.place.process, self._args.num_shards), len(self._devices))
+        self.devices = [device for device in self._topology.actor_devices for _ in range(self._args.num_actor_threads)]
+        shards = self._topology.shards_of(run.place.process, self._args.num_shards)
+        self.blocks = [block.tolist() for block in np.array_split(shards, len(self.devices))]  # of each thread
         self._threads = [
-            threading.Thread(
-                target=self._main, args=(i, device, block.tolist()), name=f"cleanba-actor-{i}", daemon=True
-            )
-            for i, (device, block) in enumerate(zip(self._devices, blocks, strict=True))
+            threading.Thread(target=self._main, args=(i, device, block), name=f"cleanba-actor-{i}", daemon=True)
+            for i, (device, block) in enumerate(zip(self.devices, self.blocks, strict=True))
         ]
         self._is_first = True
 
@@ -235,8 +234,8 @@ class Actors:
 
     def _hand_over(self, version: int, params: Any) -> None:
         with self._lockstep.clock("transfer"):
-            copies = {device: to_device(self._topology.local(params), device) for device in set(self._devices)}
-        self._lockstep.publish(version, [copies[device] for device in self._devices])
+            copies = {device: to_device(self._topology.local(params), device) for device in set(self.devices)}
+        self._lockstep.publish(version, [copies[device] for device in self.devices])
 
     def collect(self, n: int) -> Collected:
         """Wait for rollout n of every shard."""

@@ -110,7 +110,7 @@ def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
     if engine == "envpool" and env_id not in _envpool_ids():
         raise EnvError(f"EnvPool has no environment {env_id!r}; try --engine gymnasium, or one like {_alike(env_id)}")
     if engine == "envpool":
-        spec = envpool.make_spec(env_id, **_envpool_options(env_id, protocol))
+        spec = envpool.make_spec(env_id, **envpool_options(env_id, protocol))
         observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
     else:
         try:
@@ -133,7 +133,8 @@ def _alike(env_id: str) -> str:
     return ", ".join(dict.fromkeys(known))
 
 
-def _envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
+def envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
+    """What EnvPool is told besides the number of environments and their seeds."""
     is_atari = "repeat_action_probability" in envpool.make_spec(env_id).config._fields
     return ATARI_PROTOCOLS[protocol] if is_atari else {}
 
@@ -143,7 +144,7 @@ class EnvPoolEngine:
 
     def __init__(self, env_id: str, protocol: str, num_envs: int, seeds: Sequence[int], num_threads: int):
         self._ids, self._shape = np.arange(len(seeds), dtype=np.int32), (-1, num_envs)
-        options = _envpool_options(env_id, protocol)
+        options = envpool_options(env_id, protocol)
         self._lives = options.get("episodic_life", False)
         self._atari = bool(options)
         self._pool = envpool.make(

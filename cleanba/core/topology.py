@@ -167,6 +167,11 @@ class Topology:
         return self.mesh.devices[np.nonzero(self.shares(num_shards) == shard)[0][0]]
 
 
+def user_cache() -> Path:
+    """What can be made again, kept from run to run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleanba"
+
+
 def _keep_compiled_programs() -> None:
     """Across runs, in the user's cache: half of a short run is compiling. A folder for each kind of CPU, since machines
     that differ may share a home; JAX's own variables go before this."""
@@ -175,9 +180,8 @@ def _keep_compiled_programs() -> None:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         kind = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleanba"
         name = hashlib.sha256("\n".join([platform.machine(), *kind]).encode()).hexdigest()[:16]
-        jax.config.update("jax_compilation_cache_dir", str(cache / f"xla-{name}"))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / f"xla-{name}"))
         jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

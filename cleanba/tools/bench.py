@@ -56,14 +56,11 @@ class Workload:
         self._n = 1
         self._ahead: Collected | None = None  # collected already, while the training was held
         self._unpublished: tuple[int, dict, Collected] | None = None
-        devices = [device for device in self.args.layout.actor_devices for _ in range(self.args.num_actor_threads)]
-        blocks = np.array_split(range(self.args.num_shards), len(devices))
-        self._threads = ThreadPoolExecutor(len(devices))
-        self._collectors = [
-            Collector(random_action, self.args, block.tolist(), device, Role.EVALUATE)
-            for device, block in zip(devices, blocks, strict=True)
+        self._blocks = [
+            (device, shards, Collector(random_action, self.args, shards, device, Role.EVALUATE))
+            for device, shards in zip(actors.devices, actors.blocks, strict=True)
         ]
-        self._blocks = list(zip(devices, [block.tolist() for block in blocks], self._collectors, strict=True))
+        self._threads = ThreadPoolExecutor(len(self._blocks))
         self._forward = jax.jit(self._act_on)
 
     def _act_on(self, params: Any, steps: EnvStep, carry: Any, k: jax.Array) -> jax.Array:
@@ -134,7 +131,7 @@ class Workload:
 
     def close(self) -> None:
         """Release the environments."""
-        for collector in self._collectors:
+        for _, _, collector in self._blocks:
             collector.close()
         self._threads.shutdown()
 

@@ -8,17 +8,11 @@ import numpy as np
 
 WARM_UP = 2  # updates that are not timed: programs are compiled in them
 SECONDS = 5.0  # at least, of whole updates, are timed
-CLASSIC: dict[str, Any] = dict(repeat_action_probability=0.0, full_action_space=False, episodic_life=True, noop_max=30)
-MACHADO: dict[str, Any] = dict(repeat_action_probability=0.25, full_action_space=True, episodic_life=False, noop_max=1)
 
 
 def make_envs(work: dict[str, Any]) -> Any:
     """The workload's environments, by EnvPool."""
-    options: dict[str, Any] = {}
-    if "repeat_action_probability" in envpool.make_spec(work["env_id"]).config._fields:
-        options = CLASSIC if work["atari_protocol"] == "classic" else MACHADO
-        options |= dict(max_episode_steps=27_000, reward_clip=True)
-    return envpool.make(work["env_id"], env_type="gymnasium", num_envs=work["num_envs"], seed=1, **options)
+    return envpool.make(work["env_id"], env_type="gymnasium", num_envs=work["num_envs"], seed=1, **work["env_options"])
 
 
 class Meter:
