@@ -25,6 +25,7 @@ from cleanba.core import envs
 from cleanba.core.actors import Collector
 from cleanba.core.checkpoint import digest
 from cleanba.core.seeding import Role
+from cleanba.tools.bench import random_action
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +50,7 @@ def replay_speed(args: ppo.Args | ppo_atari.Args, rounds: int) -> tuple[list[flo
     shape = (args.num_shards, args.num_steps, args.envs_per_shard)
     actions = rng.integers(0, args.env_spec.num_actions, shape).astype(np.uint8)
     shards = range(args.num_shards)
-    collector = Collector(ppo.act, args, shards, jax.local_devices()[0], Role.ACT)
+    collector = Collector(random_action, None, args, shards, jax.local_devices()[0], Role.ACT)
     engine = envs.make(args, shards, Role.ACT)
     engine.reset()
 

@@ -38,17 +38,21 @@ def command(run_dir: Path, arguments: str, name: str = "ppo") -> list[str]:
     return [sys.executable, str(ROOT / "cleanba" / f"{name}.py"), *arguments.split(), "--run-dir", str(run_dir)]
 
 
-def start(run_dir: Path, arguments: str, environment: Mapping[str, str] = ENV) -> subprocess.Popen[str]:
+def start(
+    run_dir: Path, arguments: str, environment: Mapping[str, str] = ENV, name: str = "ppo"
+) -> subprocess.Popen[str]:
     """In a process group of its own."""
     pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    words = command(run_dir, arguments)
+    words = command(run_dir, arguments, name)
     STARTED.append(subprocess.Popen(words, env=environment, text=True, start_new_session=True, **pipes))
     return STARTED[-1]
 
 
-def finish(run_dir: Path, arguments: str, status: int = 0, environment: Mapping[str, str] = ENV) -> tuple[str, str]:
+def finish(
+    run_dir: Path, arguments: str, status: int = 0, environment: Mapping[str, str] = ENV, name: str = "ppo"
+) -> tuple[str, str]:
     """Run to the end, which must have this status; what it said."""
-    return end(start(run_dir, arguments, environment), status)
+    return end(start(run_dir, arguments, environment, name), status)
 
 
 def end(process: subprocess.Popen[str], status: int) -> tuple[str, str]:

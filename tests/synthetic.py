@@ -10,6 +10,7 @@ import numpy as np
 
 from cleanba.core.actors import Collected
 from cleanba.core.lockstep import Lockstep
+from cleanba.core.processes import Place
 from cleanba.core.rollout import Rollout
 from cleanba.core.shards import Learner, State
 from cleanba.core.topology import Topology, to_device
@@ -85,11 +86,26 @@ def learn(module: Any, args: Any, params: Any, rollouts: list[Rollout], updates:
     return jax.device_get(state), metrics
 
 
+def learn_from_the_start(module: Any, args: Any, rollouts: list[list[Rollout]]) -> tuple[State, dict, list[dict]]:
+    """Updates on rollouts [update][shard] from the algorithm's own first state: the state without its memory, the
+    memories by shard, and the metrics of each update."""
+    layout, learner, metrics = args.layout, _learner(module.update, module.network, args), []
+    state = learner.init(module.init)
+    for n, own in enumerate(rollouts, start=1):
+        placed = {i: to_device(r, layout.learner_of(i, args.num_shards)) for i, r in enumerate(own)}
+        together = layout.stack(placed, args.num_shards)
+        state, logged = learner(state, Collected(together, n, 0, [], [], {}, np.zeros((1, 3))), n)
+        metrics.append(logged)
+    return jax.device_get(state._replace(memory=())), layout.unstack(state.memory, args.num_shards), metrics
+
+
 @functools.cache
 def _learner(update: Any, network: Any, args: Any) -> Learner:
     """Compiled once for each network that a test puts in."""
     del network
-    return Learner(update, SimpleNamespace(args=args, lockstep=Lockstep(1000, False, 1)))
+    run = SimpleNamespace(args=args, lockstep=Lockstep(1000, False, 1), place=Place(0, 1, ""))
+    run.restored, run.hold_signals = lambda first: (first, {}), lambda: None
+    return Learner(update, run)
 
 
 def params_of(module: Any, args: Any, seed: int = 0) -> Any:

@@ -93,8 +93,8 @@ def test_good_arguments_are_read() -> None:
     assert (args.env_id, args.num_envs, args.seed, args.anneal_lr) == ("Acrobot-v1", 32, 4, False)
     assert args.layout == Topology((0,), (0, 1))
     assert args.envs_per_shard == 4
-    assert args.batch_size == 32 * args.num_steps
-    assert args.num_updates == args.total_timesteps // args.batch_size
+    assert args.steps_per_update == 32 * args.num_steps
+    assert args.num_updates == args.total_timesteps // args.steps_per_update
 
 
 def test_device_ids_say_the_same_as_a_topology() -> None:

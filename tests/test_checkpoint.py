@@ -177,7 +177,7 @@ def test_replayed_actions_lead_to_the_same_place(changes: dict[str, Any], tmp_pa
     args = ppo.Args(**(dict(num_envs=4, num_shards=2, num_steps=40) | changes))
 
     def collector() -> Collector:
-        return Collector(at_random, args, [0, 1], jax.local_devices()[0], Role.ACT)
+        return Collector(at_random, None, args, [0, 1], jax.local_devices()[0], Role.ACT)
 
     first, log = collector(), ActionLog(tmp_path, args)
     for n in (1, 2):
@@ -206,9 +206,11 @@ def snapshot(update: int, carry: bool = True) -> Snapshot:
     carries = {
         shard: (np.full((2, 4), update + shard, np.float32), {"c": np.arange(shard, shard + 2)}) for shard in (0, 1)
     }
+    memories = {shard: {"seen": np.arange(9 * update + shard), "written": np.int32(update)} for shard in (0, 1)}
+    own = {shard: {"carry": carries[shard], "memory": memories[shard]} if carry else {} for shard in (0, 1)}
     progress = {"global_step": 12 * update, "returns": [0.1 * update]}
     acting = state(update - 1).params
-    return Snapshot(update, 1, state(update), acting, carries if carry else {0: (), 1: ()}, progress)
+    return Snapshot(update, 1, state(update), acting, own, progress)
 
 
 def save(checkpoints: Checkpoints, update: int, carry: bool = True) -> bool:
@@ -228,9 +230,10 @@ def check(loaded: Snapshot, update: int, shards: tuple[int, ...] = (0, 1)) -> No
     wanted = snapshot(update)
     assert bits(like(wanted.state, loaded.state)) == bits(wanted.state)
     assert bits(like(wanted.acting, loaded.acting)) == bits(wanted.acting)
-    assert loaded.carries.keys() == set(shards)
+    assert loaded.shards.keys() == set(shards)
     for shard in shards:
-        assert bits(like(wanted.carries[shard], loaded.carries[shard])) == bits(wanted.carries[shard])
+        for what, own in wanted.shards[shard].items():
+            assert bits(like(own, loaded.shards[shard][what])) == bits(own)
     assert (loaded.update, loaded.envs_since, loaded.progress) == (update, 1, wanted.progress)
 
 
@@ -252,7 +255,7 @@ class TestCheckpoints:
         assert checkpoints.outcome()
         checkpoints.commit(1)
         loaded = checkpoints.load(1, [0, 1])
-        assert not loaded.carries
+        assert not loaded.shards
         assert not loaded.acting
         assert not list(tmp_path.rglob("*.safetensors"))
         assert bits(like(state(1), loaded.state)) == bits(state(1))
@@ -262,7 +265,7 @@ class TestCheckpoints:
         whole = snapshot(1)
         for process, own in enumerate(both):
             own.actions.add(1, 1, {process: marks(1)[process]})
-            own.begin(whole._replace(carries={process: whole.carries[process]}))
+            own.begin(whole._replace(shards={process: whole.shards[process]}))
             assert own.outcome()
         assert both[0].all() == []  # not before all have written
         both[0].commit(1)

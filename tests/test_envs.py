@@ -89,7 +89,7 @@ def random_act(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) ->
 def test_reported_returns_are_scores_of_whole_games() -> None:
     """A lost life ends the learner's episode, goes on in the reported one, and its reset row is no step."""
     args = args_for("Breakout-v5", atari_protocol="classic", num_steps=450)
-    collector = Collector(random_act, args, [0], jax.local_devices()[0], Role.ACT)
+    collector = Collector(random_act, None, args, [0], jax.local_devices()[0], Role.ACT)
     [(rollout, episodes, _)] = jax.device_get(collector.collect({}, 1))
     collector.close()
     assert episodes.over.sum() < rollout.terminated.sum()

@@ -36,7 +36,7 @@ def rollouts_of(
     """[shard][rollout]"""
     sizes = dict(num_envs=6, num_shards=2, num_steps=40, seed=5)
     args = ppo.Args(**(sizes | changes))
-    collector = Collector(act, args, shards, jax.local_devices()[0], Role.ACT)
+    collector = Collector(act, None, args, shards, jax.local_devices()[0], Role.ACT)
     assert collector.fused == (args.collect != "stepwise" and args.env_spec.engine == "envpool")
     try:
         result = [[own[:2] for own in collector.collect({}, n)] for n in range(1, rollouts + 1)]
@@ -162,7 +162,7 @@ def test_a_real_policy_collects_the_same_bits_fused_and_stepwise() -> None:
     runs = []
     for collect in ("fused", "stepwise"):
         own = ppo.Args(num_envs=16, num_shards=2, num_steps=40, collect=collect)
-        collector = Collector(ppo.act, own, [0, 1], jax.local_devices()[0], Role.ACT)
+        collector = Collector(ppo.act, params, own, [0, 1], jax.local_devices()[0], Role.ACT)
         runs.append([jax.device_get(collector.collect(params, n)) for n in (1, 2)])
         collector.close()
     for a, b in zip(*map(jax.tree.leaves, runs), strict=True):

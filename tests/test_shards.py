@@ -188,7 +188,7 @@ def test_a_learner_with_one_shard_logs_the_same_losses() -> None:
         args = ppo.Args(**sizes, topology=topology)  # type: ignore[arg-type]
         params = params_of(ppo, args)
         device = jax.local_devices()[0]
-        collector = Collector(ppo.act, args, range(4), device, Role.ACT)
+        collector = Collector(ppo.act, params, args, range(4), device, Role.ACT)
         rollouts = [jax.device_get(rollout) for rollout, *_ in collector.collect(params, 1)]
         collector.close()
         runs.append(learn(ppo, args, params, rollouts))

@@ -131,7 +131,7 @@ def test_the_oracle_leaves_no_error_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     sizes = dict(env_id="oracle_env:Oracle-v0", num_envs=12, num_shards=2, num_steps=7, gamma=GAMMA)
     args = ppo.Args(**sizes)  # type: ignore[arg-type]
     impala_args = impala_atari.Args(**sizes)  # type: ignore[arg-type]
-    collector = Collector(oracle_act, args, [0, 1], jax.local_devices()[0], Role.ACT)
+    collector = Collector(oracle_act, None, args, [0, 1], jax.local_devices()[0], Role.ACT)
     seen: dict[str, int] = {}
     prepare = [jax.jit(partial(module.prepare, {}, args=args)) for module in PPO]
     vtrace = jax.jit(partial(impala_atari.targets, args=impala_args))

@@ -39,12 +39,13 @@ class Collector:
 
     All shards take a step together, since waking EnvPool's threads costs more than a step of a small environment; the
     policy acts on one shard after another, whose shapes do not depend on how many there are. The environments are made
-    for rollout `since`.
+    for rollout `since`; `params`, of whichever version, tell how large a recurrent policy's memory is.
     """
 
     def __init__(
         self,
         act: Callable[..., Acted],
+        params: Any,
         args: Any,
         shards: Sequence[int],
         device: jax.Device,
@@ -57,15 +58,18 @@ class Collector:
         self._engine = envs.make(args, shards, role, since)
         wants_fused = args.collect == "fused" or (args.collect == "auto" and device.platform == "cpu")
         self.fused = wants_fused and self._engine.xla_step is not None
-        self._cursor = self._place(self._start(self._engine.reset()))  # [s, B, ...]
-        self._act_on_all = jax.jit(self._act_at)
+        self._cursor = self._place(self._start(params, self._engine.reset()))  # [s, B, ...]
+        self._act_on_all = jax.jit(lambda params, cursor, n, t: self._act_on(params, cursor, self._keys(n, t)))
         self._rollout: Callable[..., tuple] = jax.jit(self._fused_rollout) if self.fused else self._stepwise_rollout
         self._replay: Callable[..., Cursor] = jax.jit(self._fused_replay) if self.fused else self._stepwise_replay
 
-    def _start(self, obs: np.ndarray) -> Cursor:
+    def _start(self, params: Any, obs: np.ndarray) -> Cursor:
+        """The first observations. A policy that is given no memory answers with its first one."""
         shape = obs.shape[:2]
         step = EnvStep(obs, np.zeros(shape, np.float32), np.ones(shape, bool))
-        return Cursor(step, (), np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.int32))
+        start = Cursor(step, (), np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.int32))
+        carry = jax.eval_shape(lambda: self._act_on(params, start, self._keys(0, 0))).carry
+        return start._replace(carry=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry))
 
     def _place(self, tree: Any) -> Any:
         return to_device(tree, self._device) if self.fused else tree
@@ -92,39 +96,42 @@ class Collector:
         """[s, ...] -> s trees, so that a shard's rollout is in one piece."""
         return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(len(self._shards))]
 
-    def _act_at(self, params: Any, cursor: Cursor, n: jax.Array, t: jax.Array) -> Acted:
-        keys = jax.vmap(lambda shard: key(self._args.seed, self._role, shard, n, t))(self._shards)
+    def _keys(self, n: jax.Array | int, t: jax.Array | int) -> jax.Array:
+        """Of each shard, [s]."""
+        return jax.vmap(lambda shard: key(self._args.seed, self._role, shard, n, t))(self._shards)
+
+    def _act_on(self, params: Any, cursor: Cursor, keys: jax.Array) -> Acted:
         return each_shard(partial(self._act, params), cursor.step, cursor.carry, keys)
 
     def _fused_rollout(self, params: Any, start: Cursor, n: jax.Array) -> tuple:
         xla_step = self._engine.xla_step
         assert xla_step is not None
 
-        def step(carry: tuple, t: jax.Array) -> tuple[tuple, list[Row]]:
+        def step(carry: tuple, keys: jax.Array) -> tuple[tuple, Row]:
             handle, cursor = carry
-            acted = self._act_at(params, cursor, n, t)
+            acted = self._act_on(params, cursor, keys)
             handle, outcome = xla_step(handle, acted.action)
             cursor, row = advance(cursor, acted, outcome)
-            return (handle, cursor), self._each(row)
+            return (handle, cursor), row
 
-        steps = jnp.arange(self._args.num_steps, dtype=jnp.uint32)
-        (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), steps)
+        keys = jax.vmap(partial(self._keys, n))(jnp.arange(self._args.num_steps, dtype=jnp.uint32))
+        (_, end), rows = jax.lax.scan(step, (self._engine.handle, start), keys)
         return end, self._assemble(start, rows, end, jnp)
 
     def _stepwise_rollout(self, params: Any, start: Cursor, n: np.uint32) -> tuple:
         cursor = start
-        rows: list[list[Row]] = []
+        rows: list[Row] = []
         for t in range(self._args.num_steps):
             acted = self._act_on_all(params, cursor, n, np.uint32(t))
             acted = acted._replace(action=np.asarray(acted.action), extras=jax.tree.map(np.asarray, acted.extras))
             cursor, row = advance(cursor, acted, self._engine.step(acted.action))
-            rows.append(self._each(row))
-        stacked = [jax.tree.map(lambda *x: np.stack(x), *own) for own in zip(*rows, strict=True)]
-        return cursor, self._assemble(start, stacked, cursor, np)
+            rows.append(row)
+        return cursor, self._assemble(start, jax.tree.map(lambda *x: np.stack(x), *rows), cursor, np)
 
-    def _assemble(self, start: Cursor, rows: list[Row], end: Cursor, numpy: Any) -> list[tuple[Rollout, Episodes]]:
-        places = zip(self._each(start), rows, self._each(end), strict=True)
-        return [assemble(*place, numpy) for place in places]
+    def _assemble(self, start: Cursor, rows: Row, end: Cursor, numpy: Any) -> list[tuple[Rollout, Episodes]]:
+        """Of rows [T, s, ...], a rollout for each shard."""
+        own = self._each(jax.tree.map(lambda x: numpy.moveaxis(x, 1, 0), rows))
+        return [assemble(*place, numpy) for place in zip(self._each(start), own, self._each(end), strict=True)]
 
     def _fused_replay(self, start: Cursor, actions: jax.Array) -> Cursor:
         xla_step = self._engine.xla_step
@@ -183,7 +190,7 @@ class Actors:
             if collector is None or collector.since != since:
                 if collector is not None:
                     collector.close()
-                collector = Collector(self._act, self._args, shards, device, Role.ACT, since)
+                collector = Collector(self._act, params, self._args, shards, device, Role.ACT, since)
                 if since < n:
                     self._replay(collector, shards, n - 1)
             return self._collect(collector, params, shards, n)
@@ -205,7 +212,7 @@ class Actors:
                         f"saw something else in rollout {n} than before. --resume-envs fresh goes on with new ones"
                     )
             self._run.replayed(n)
-        if all(shard in self._run.carries for shard in shards):
+        if any(self._run.carries.values()):
             collector.remember([self._run.carries[shard] for shard in shards])
 
     def _collect(

@@ -99,14 +99,14 @@ class CoreArgs(MachineArgs):
         return self.num_envs // self.num_shards
 
     @property
-    def batch_size(self) -> int:
+    def steps_per_update(self) -> int:
         """Rows of all rollouts of an update."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> int:
         """Whole updates that fit into the steps asked for."""
-        return self.total_timesteps // self.batch_size
+        return self.total_timesteps // self.steps_per_update
 
     def run_name(self, algorithm: str, now: int) -> str:
         """ENV__NAME__SEED__TIME, as CleanRL names runs, in characters that do in a file's name."""
@@ -168,7 +168,7 @@ class CoreArgs(MachineArgs):
         self.check_divides("num_shards", "num_envs", self.num_envs)
         self.check_that(
             self.num_updates > 0,
-            f"--total-timesteps {self.total_timesteps} is less than one update of {self.batch_size} steps "
+            f"--total-timesteps {self.total_timesteps} is less than one update of {self.steps_per_update} steps "
             f"(--num-envs {self.num_envs} x --num-steps {self.num_steps})",
         )
         _ = self.checkpoint_interval
@@ -222,6 +222,15 @@ class CoreArgs(MachineArgs):
             _ = self.env_spec.num_actions
         except envs.EnvError as error:
             usage_error(f"--env-id {self.env_id}: {error}")
+
+    def check_continuous(self, bounded: bool = False) -> None:
+        """Exit unless the environment's actions are continuous, and within bounds if these are needed."""
+        try:
+            bounds = self.env_spec.action_bounds
+        except envs.EnvError as error:
+            usage_error(f"--env-id {self.env_id}: {error}; try HalfCheetah-v4")
+        has_bounds = all(math.isfinite(x) for bound in bounds for x in bound.ravel())
+        self.check_that(has_bounds or not bounded, f"--env-id {self.env_id}: its actions have no bounds to scale to")
 
     def check_frames(self) -> None:
         """Exit unless the environment shows stacked 84 x 84 frames."""

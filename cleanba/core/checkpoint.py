@@ -3,7 +3,8 @@
     checkpoints/
       00000050/                      after update 50; complete, because it gets its name by one last rename
         state/                       Orbax: the learner's state, and the parameters that the rollout under way uses
-        shard_00003.safetensors      the memory of a recurrent policy, if it has one
+        shard_00003.safetensors      what belongs to a shard, if anything does: the policy's recurrent state, the
+                                     learner's memory of what it saw
         checkpoint.json              progress, and digests of all this
       actions_00000001/              of the environments that were made for rollout 1
         shard_00003.log              a record for each rollout: actions, and a digest of where they led
@@ -51,7 +52,7 @@ class Snapshot(NamedTuple):
     envs_since: int  # the rollout that the environments were made for
     state: Any
     acting: Any  # the parameters of the rollout under way
-    carries: dict[int, Any]
+    shards: dict[int, dict[str, Any]]  # what belongs to each: its `carry` and its `memory`
     progress: dict[str, Any]  # whatever else the run wants to know again; JSON
 
 
@@ -188,8 +189,9 @@ class Checkpoints:
         try:
             self.actions.flush()
             part.mkdir(parents=True, exist_ok=True)
-            for shard, carry in snapshot.carries.items():
-                if arrays := named(carry):
+            for shard, own in snapshot.shards.items():
+                if arrays := named(own):
+                    _leave_room(part, arrays)
                     save_file(arrays | {"digest": np.frombuffer(digest(arrays), np.uint8)}, part / _shard_name(shard))
             if self._process == 0:
                 self._write_state(part, snapshot)
@@ -203,10 +205,7 @@ class Checkpoints:
     def _write_state(self, part: Path, snapshot: Snapshot) -> None:
         arrays = {"state": snapshot.state, "acting": snapshot.acting}
         shutil.rmtree(part / "state", ignore_errors=True)
-        # Asked first, because Orbax fills pages when it meets a full disk.
-        free, needed = shutil.disk_usage(part).free, sum(x.nbytes for x in jax.tree.leaves(arrays)) + OVERHEAD
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"No space left: {needed:,} bytes needed, {free:,} free", str(part))
+        _leave_room(part, arrays)
         with _orbax() as orbax:
             orbax.save(part.absolute() / "state", _without_empty(arrays))
         content = {
@@ -214,7 +213,7 @@ class Checkpoints:
             "envs_since": snapshot.envs_since,
             "files": _file_digests(part / "state"),
             "state": digest(arrays).hex(),
-            "has_carry": any(jax.tree.leaves(carry) for carry in snapshot.carries.values()),
+            "has_shards": any(map(jax.tree.leaves, snapshot.shards.values())),
             "progress": snapshot.progress,
         }
         content["digest"] = _short(json.dumps(content).encode()).hex()
@@ -268,7 +267,7 @@ class Checkpoints:
         return content
 
     def load(self, update: int, shards: Sequence[int]) -> Snapshot:
-        """The checkpoint of an update, with the carries of these shards, if its digests agree. Raises Damaged."""
+        """The checkpoint of an update, with what belongs to these shards, if its digests agree. Raises Damaged."""
         folder, content = self._folder / f"{update:08d}", self._read(update)
         try:
             found = _file_digests(folder / "state")  # first, because Orbax is not quiet about damage
@@ -286,17 +285,25 @@ class Checkpoints:
         for shard in shards:
             for _ in self.actions.read(shard, content["envs_since"], update):
                 pass
-        carries = {shard: self._load_carry(folder, shard) for shard in shards} if content["has_carry"] else {}
-        return Snapshot(update, content["envs_since"], arrays["state"], arrays["acting"], carries, content["progress"])
+        own = {shard: self._load_shard(folder, shard) for shard in shards} if content["has_shards"] else {}
+        return Snapshot(update, content["envs_since"], arrays["state"], arrays["acting"], own, content["progress"])
 
-    def _load_carry(self, folder: Path, shard: int) -> dict[str, np.ndarray]:
+    def _load_shard(self, folder: Path, shard: int) -> dict[str, dict[str, np.ndarray]]:
         try:
             arrays = load_file(folder / _shard_name(shard))
         except Exception as error:
             raise Damaged(f"{_shard_name(shard)}: {error}") from error
         if arrays.pop("digest", np.empty(0)).tobytes() != digest(arrays):
             raise Damaged(f"{_shard_name(shard)} was changed")
-        return arrays
+        parts = [(*name.partition(".")[::2], x) for name, x in arrays.items()]
+        return {what: {rest: x for part, rest, x in parts if part == what} for what in ("carry", "memory")}
+
+
+def _leave_room(folder: Path, arrays: Any) -> None:
+    """OSError if they do not fit on the disk: asked first, because Orbax fills pages when it meets a full one."""
+    free, needed = shutil.disk_usage(folder).free, sum(x.nbytes for x in jax.tree.leaves(arrays)) + OVERHEAD
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"No space left: {needed:,} bytes needed, {free:,} free", str(folder))
 
 
 def _file_digests(folder: Path) -> dict[str, str]:

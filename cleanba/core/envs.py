@@ -64,6 +64,13 @@ class EnvSpec(NamedTuple):
         return int(self.action_space.n)
 
     @property
+    def action_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The lowest and highest continuous action; an error where they are not continuous."""
+        if not isinstance(self.action_space, Box):
+            raise EnvError(f"this algorithm needs continuous actions, the environment has {self.action_space}")
+        return self.action_space.low.astype(np.float32), self.action_space.high.astype(np.float32)
+
+    @property
     def action_types(self) -> tuple[type, type]:
         """Of an action as the engines get it, and the narrowest that it fits into."""
         if not isinstance(self.action_space, Discrete):
@@ -166,12 +173,14 @@ class EnvPoolEngine:
     def reset(self) -> np.ndarray:
         """The first observations."""
         obs, info = self._pool.reset()
-        return _narrow(obs[np.argsort(info["env_id"])].reshape(*self._shape, *obs.shape[1:]))
+        if not np.array_equal(info["env_id"], self._ids):
+            raise RuntimeError(f"EnvPool answered in the order {info['env_id']}, not in the order it was asked")
+        return _narrow(obs.reshape(*self._shape, *obs.shape[1:]))
 
     def step(self, action: np.ndarray) -> Outcome:
         """Act in all environments."""
         self._pool.send(action.reshape(-1, *action.shape[2:]).astype(self._action_dtype), self._ids)
-        return jax.tree.map(_narrow, self._outcome(self._pool.recv(), np))
+        return jax.tree.map(_narrow, self._outcome(self._pool.recv()))
 
     def _make_xla_step(self) -> Callable[..., Any]:
         handle, recv, send, _ = self._pool.xla()
@@ -180,18 +189,18 @@ class EnvPoolEngine:
         def xla_step(handle: jax.Array, action: jax.Array) -> tuple[jax.Array, Outcome]:
             action = action.reshape(-1, *action.shape[2:]).astype(self._action_dtype)
             handle, batch = recv(send(handle, action, self._ids))
-            return handle, self._outcome(batch, jnp)
+            return handle, self._outcome(batch)
 
         return xla_step
 
-    def _outcome(self, batch: tuple, numpy: Any) -> Outcome:
+    def _outcome(self, batch: tuple) -> Outcome:
         obs, reward, terminated, truncated, info = batch
         score = info["reward"] if self._atari else reward
         # With episodic life a lost life terminates; only `info` then tells whether the game itself is over.
         over = (info["terminated"].astype(bool) if self._lives else terminated) | truncated
-        order = numpy.argsort(info["env_id"])  # several EnvPool threads finish in any order
-        ordered = (x[order] for x in (obs, reward, terminated, truncated, score, over))
-        return Outcome(*(x.reshape(*self._shape, *x.shape[1:]) for x in ordered))
+        # In the order that they were asked in, however many threads EnvPool has: it waits for all (its `is_sync_`).
+        answers = (obs, reward, terminated, truncated, score, over)
+        return Outcome(*(x.reshape(*self._shape, *x.shape[1:]) for x in answers))
 
     def close(self) -> None:
         """Release the environments."""

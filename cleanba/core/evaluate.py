@@ -33,8 +33,8 @@ def play(act: Any, params: Any, args: Any, episodes: int) -> list[float]:
     quota = math.ceil(episodes / width)
     args = replace(args, num_envs=width, num_shards=1)
     device = jax.local_devices()[0]
-    collector = Collector(act, args, [0], device, Role.EVALUATE)
     params = to_device(jax.device_get(params), device)
+    collector = Collector(act, params, args, [0], device, Role.EVALUATE)
     returns: list[list[float]] = [[] for _ in range(width)]
     n = 0
     while min(map(len, returns)) < quota:

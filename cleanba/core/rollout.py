@@ -32,7 +32,7 @@ class Acted(NamedTuple):
     """What a policy answers."""
 
     action: Array  # [B, ...]
-    carry: Any = ()  # recurrent state, [B, ...]; () when feed-forward
+    carry: Any = ()  # recurrent state, [B, ...]; () when feed-forward, and what a policy is given to begin with
     extras: Any = ()  # whatever the update wants to know about the moment of acting, [B, ...]
 
 

@@ -165,6 +165,10 @@ class Run:
         if self._signal and self.place.processes == 1:
             raise Interrupted(self._signal)
 
+    def hold_signals(self) -> None:
+        """From now on until the update is logged, a signal waits."""
+        self._is_breakable = False
+
     def _take_dir(self) -> None:
         """Make the directory, and keep a second run out of it for as long as this process lives."""
         try:
@@ -179,7 +183,8 @@ class Run:
     def _restore(self) -> None:
         shards = self.args.layout.shards_of(self.place.process, self.args.num_shards)
         snapshot = self._restored = self.checkpoints.load(self.done, shards)
-        self.carries, self._saved, self._tried = snapshot.carries, self.done, self.done
+        self.carries = {shard: own["carry"] for shard, own in snapshot.shards.items()}
+        self._saved = self._tried = self.done
         self.global_step = snapshot.progress["global_step"]
         self._last_fingerprint = snapshot.progress["fingerprint"]
         self._returns.extend(snapshot.progress["returns"])
@@ -252,13 +257,15 @@ class Run:
             raise SystemExit(0)
         return old
 
-    def restored(self, state: State) -> State:
-        """The state of the last checkpoint, or this one if there is none."""
+    def restored(self, first: State) -> tuple[State, dict[int, Any]]:
+        """The state of the last checkpoint and the memories of this process's shards, or the first ones."""
         if self._restored is None:
-            return state
+            return first, {}
         if self._restored.acting:
-            self.acting = like(state.params, self._restored.acting)
-        return like(state, self._restored.state)
+            self.acting = like(first.params, self._restored.acting)
+        shards = self._restored.shards.items()
+        memories = {shard: like(first.memory, own["memory"]) for shard, own in shards}
+        return like(first._replace(memory=()), self._restored.state), memories
 
     def envs_since(self, n: int) -> int:
         """The rollout that the environments of rollout n were made for."""
@@ -331,8 +338,8 @@ class Run:
         }
         since = self.envs_since(n)
         self.checkpoints.actions.add(n, since, collected.marks)
-        carries = {shard: mark.carry for shard, mark in collected.marks.items()}
-        self._latest = Snapshot(n, since, state, self.acting, carries, progress)
+        own = {shard: {"carry": mark.carry, "memory": ()} for shard, mark in collected.marks.items()}
+        self._latest = Snapshot(n, since, state, self.acting, own, progress)
 
     def _save_if_due(self, n: int, votes: np.ndarray) -> None:
         """Begin a checkpoint, or complete the one under way. All processes see the same votes and decide the same."""
@@ -348,7 +355,10 @@ class Run:
         assert self._latest is not None
         self._last_checkpoint = time.monotonic()
         self._pending = self._tried = self._latest.update
-        self.checkpoints.begin(self._latest)
+        state: State = self._latest.state
+        memories = self.args.layout.unstack(state.memory, self.args.num_shards)
+        own = {shard: own | {"memory": memories.get(shard, ())} for shard, own in self._latest.shards.items()}
+        self.checkpoints.begin(self._latest._replace(state=state._replace(memory=()), shards=own))
 
     def _complete(self, all_written: bool) -> None:
         if self._is_main:
@@ -362,9 +372,17 @@ class Run:
         """Save the last update and wait for it. In several processes: all must call this after the same update."""
         if self._pending:
             self._complete(self._all_written())
-        if self._latest is not None and self._latest.update > self._saved:
+        if self._latest is not None and self._latest.update > self._saved and self._is_whole(self._latest.state):
             self._begin_checkpoint()
             self._complete(self._all_written())
+
+    def _is_whole(self, state: State) -> bool:
+        """A memory is changed where it is: if the update that does so fails, there is none of the update before."""
+        if any(x.is_deleted() for x in jax.tree.leaves(state.memory)):
+            last = f"the one of update {self._saved} stays" if self._saved else "nothing was saved yet"
+            warn(f"update {self._latest.update + 1 if self._latest else 1} failed in the middle; {last}")
+            return False
+        return True
 
     @property
     def sps(self) -> float:

@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from cleanba.core.seeding import Role, key
-from cleanba.core.topology import LEARNER, Topology
+from cleanba.core.topology import LEARNER, Topology, to_device
 
 NEVER_REACHED = 1 << 20  # rounds of a loop that has one or two
 
@@ -26,10 +26,11 @@ _once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
 
 
 class State(NamedTuple):
-    """What an update carries on: the same on every learner."""
+    """What an update carries on. All but `memory` is the same on every learner."""
 
     params: Any  # published to the actors
     opt_state: Any
+    memory: Any = ()  # of each shard, on its learner: [S / L, ...]; `init` makes one shard's
 
 
 def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
@@ -112,35 +113,46 @@ class Learner:
         self._run, self._args, self._lockstep = run, run.args, run.lockstep
         self._topology: Topology = run.args.layout
         self._shares = self._topology.shares(self._args.num_shards).ravel()
-        specs: dict[str, Any] = dict(in_specs=(P(), P(LEARNER), P(LEARNER), P()), out_specs=P(), check_vma=False)
-        self._update = jax.jit(jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs))
+        inputs, outputs = (P(), P(LEARNER), P(LEARNER), P(LEARNER), P()), (P(), P(LEARNER), P(), P())
+        specs: dict[str, Any] = dict(in_specs=inputs, out_specs=outputs, check_vma=False)
+        step = jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs)
+        self._update = jax.jit(step, donate_argnums=1)  # a memory is changed where it is
 
     def init(self, init: Callable[..., State]) -> State:
         """The first state, or that of the run's last checkpoint, on all learners."""
-        state = jax.jit(partial(init, args=self._args))(key(self._args.seed, Role.INIT))
-        return self._topology.replicate(self._run.restored(state))
+        first = jax.jit(partial(init, args=self._args))(key(self._args.seed, Role.INIT))
+        state, memories = self._run.restored(first)
+        own = self._topology.shards_of(self._run.place.process, self._args.num_shards)
+        learners = {shard: self._topology.learner_of(shard, self._args.num_shards) for shard in own}
+        placed = {shard: to_device(memories.get(shard, first.memory), device) for shard, device in learners.items()}
+        memory = self._topology.stack(placed, self._args.num_shards)
+        return self._topology.replicate(state._replace(memory=()))._replace(memory=memory)
 
-    def _step(self, update: Callable, state: State, rollouts: Any, shards: jax.Array, n: jax.Array) -> tuple:
+    def _step(
+        self, update: Callable, state: State, memory: Any, rollouts: Any, shards: jax.Array, n: jax.Array
+    ) -> tuple:
         keys = jax.vmap(lambda shard: key(self._args.seed, Role.LEARN, shard, n))(shards)
         places = np.unique(self._shares, return_index=True)[1]
         before = _once.set(places if len(places) < self._shares.size else None)
         try:
-            state, metrics = update(state, rollouts, keys, self._args)
+            state, metrics = update(state._replace(memory=memory), rollouts, keys, self._args)
         finally:
             _once.reset(before)
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)]).all()
-        return state, metrics, finite
+        return state._replace(memory=()), state.memory, metrics, finite
 
     def __call__(self, state: State, collected: Any, n: int) -> tuple[State, dict[str, float]]:
         """Update n. Raises FloatingPointError rather than return parameters that are not finite."""
         if collected.version != self._lockstep.version_for(n):
             raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
         before, places = state, self._topology.spread(self._shares)
-        compute = partial(self._update, state, collected.rollouts, places, np.uint32(n))
+        if jax.tree.leaves(state.memory):
+            self._run.hold_signals()  # broken off, there would be neither the old memory nor the new one
+        rest = state._replace(memory=())
+        compute = partial(self._update, rest, state.memory, collected.rollouts, places, np.uint32(n))
         with self._lockstep.clock("update"):
-            state, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
-        # The mean over an update's minibatches is taken here: compiled, its rounding would depend on its surroundings.
-        metrics = {name: float(np.mean(np.asarray(value), dtype=np.float64)) for name, value in metrics.items()}
+            state, memory, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
+        state, metrics = state._replace(memory=memory), _means(metrics)
         if not finite or not all(map(math.isfinite, metrics.values())):
             terms = ", ".join(f"{name} = {value:.4g}" for name, value in metrics.items())
             raise FloatingPointError(
@@ -149,3 +161,13 @@ class Learner:
             )
         self._run.acting = before.params if self._lockstep.lag else ()
         return state, metrics
+
+
+def _means(metrics: dict[str, Any]) -> dict[str, float]:
+    """Of each metric's values, or of those that counted; a metric of which none did is left out.
+
+    They are taken here: compiled, their rounding would depend on what stands around them.
+    """
+    pairs = {name: value if isinstance(value, tuple) else (value, True) for name, value in metrics.items()}
+    counted = {name: np.asarray(x)[np.broadcast_to(np.asarray(c), np.shape(x))] for name, (x, c) in pairs.items()}
+    return {name: float(np.mean(x, dtype=np.float64)) for name, x in counted.items() if x.size}

@@ -162,6 +162,20 @@ class Topology:
 
         return jax.tree.map(join, *blocks)
 
+    def unstack(self, tree: Any, num_shards: int) -> dict[int, Any]:
+        """What `stack` put together, of each shard of this process, copied to host memory."""
+        places = self.shares(num_shards).ravel()
+
+        def rows(x: jax.Array) -> dict[int, np.ndarray]:
+            pieces = [(piece.index[0].start or 0, np.array(piece.data)) for piece in x.addressable_shards]
+            return {int(places[start + i]): row for start, data in pieces for i, row in enumerate(data)}
+
+        leaves, structure = jax.tree.flatten(tree)
+        found = [rows(x) for x in leaves]
+        return {
+            shard: jax.tree.unflatten(structure, [own[shard] for own in found]) for shard in (found[0] if found else ())
+        }
+
     def learner_of(self, shard: int, num_shards: int) -> jax.Device:
         """The device that learns from this shard."""
         return self.mesh.devices[np.nonzero(self.shares(num_shards) == shard)[0][0]]

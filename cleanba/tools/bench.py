@@ -57,7 +57,7 @@ class Workload:
         self._ahead: Collected | None = None  # collected already, while the training was held
         self._unpublished: tuple[int, dict, Collected] | None = None
         self._blocks = [
-            (device, shards, Collector(random_action, self.args, shards, device, Role.EVALUATE))
+            (device, shards, Collector(random_action, None, self.args, shards, device, Role.EVALUATE))
             for device, shards in zip(actors.devices, actors.blocks, strict=True)
         ]
         self._threads = ThreadPoolExecutor(len(self._blocks))
@@ -127,7 +127,8 @@ class Workload:
         """The update on a rollout that is there already."""
         for _ in range(rounds):
             n, collected = self._last
-            self._learn(self._state, collected, n)
+            again, _ = self._learn(self._state, collected, n)
+            self._state = self._state._replace(memory=again.memory)
 
     def close(self) -> None:
         """Release the environments."""
@@ -166,10 +167,10 @@ class Bench:
             if first.layout.processes > 1:
                 usage_error(f"topology {first.layout}: one process is measured; use -d1")
             updates = WARM_UP + self.rounds * (self.updates + 2) + 1  # the last rollout is only collected
-            args = parse(module.Args, [*arguments, "--total-timesteps", str(updates * first.batch_size)])
+            args = parse(module.Args, [*arguments, "--total-timesteps", str(updates * first.steps_per_update)])
             others = peers_for(args) if self.peers else []
             figures = self._measure(module, args, others)
-        report = summarize(figures, self.updates * args.batch_size)
+        report = summarize(figures, self.updates * args.steps_per_update)
         report |= {"script": self.script.name, "arguments": list(self.arguments), "topology": str(args.layout)}
         report |= {"cores": len(os.sched_getaffinity(0)), "rounds": self.rounds}
         if self.out is not None:

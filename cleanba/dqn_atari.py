@@ -1,0 +1,174 @@
+"""DQN on Atari with lockstep actors (Mnih et al. 2015, doi:10.1038/nature14236).
+
+Differs from the paper: Adam and a squared loss without clipping; bootstraps through truncation.
+Run:       python cleanba/dqn_atari.py --env-id Pong-v5 --atari-protocol classic
+Read next: c51_atari.py (distributions), core/replay.py (the memory)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from cleanba.core.actors import Actors
+from cleanba.core.args import parse
+from cleanba.core.layers import Conv
+from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, sample
+from cleanba.core.rollout import Acted, EnvStep, Rollout
+from cleanba.core.run import Run
+from cleanba.core.shards import Learner, State, each_shard, total
+
+
+@dataclass(frozen=True)
+class Args(ReplayArgs):
+    """DQN on Atari."""
+
+    env_id: str = "Breakout-v5"
+    """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
+    total_timesteps: int = 10_000_000
+    """environment steps of the run; it is cut to whole updates"""
+    num_envs: int = 8
+    """environments, over all devices and processes"""
+    num_steps: int = 16
+    """steps of each environment in a rollout"""
+    num_shards: int = 4
+    """parts that environments and gradients are computed in; the largest number of learners"""
+    buffer_size: int = 1_000_000
+    """steps that are kept; it is cut to whole rollouts"""
+    batch_size: int = 32
+    """transitions of a gradient step"""
+    learning_starts: int = 80_000
+    """environment steps before the first gradient step"""
+    train_frequency: int = 4
+    """environment steps for each gradient step"""
+    learning_rate: float = 1e-4
+    """step size of Adam"""
+    gamma: float = 0.99
+    """discount factor"""
+    tau: float = 1.0
+    """how far the target network moves towards the network when it is renewed"""
+    target_network_frequency: int = 1000
+    """environment steps between renewals of the target network"""
+    start_e: float = 1.0
+    """share of random actions at the beginning"""
+    end_e: float = 0.01
+    """share of random actions at the end"""
+    exploration_fraction: float = 0.1
+    """part of the run in which that share falls, linearly"""
+
+    def check(self) -> Self:
+        """Actions are discrete."""
+        super().check()
+        self.check_that(self.target_network_frequency > 0, "--target-network-frequency must be at least 1")
+        self.check_that(0 < self.exploration_fraction <= 1, "--exploration-fraction must be in (0, 1]")
+        self.check_discrete()
+        self.check_frames()
+        return self
+
+
+class Agent(nn.Module):
+    """The value of each action."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> jax.Array:
+        """Values [B, A] of stacked frames [B, 4, 84, 84]."""
+        x = jnp.moveaxis(obs, 1, -1) / 255.0
+        for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(Conv(features, size, stride, "VALID")(x))
+        x = nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x)
+
+
+def network(args: Args) -> Agent:
+    """The agent's network."""
+    return Agent(args.env_spec.num_actions)
+
+
+# same as dqn.py
+def optimizer(args: Args) -> optax.GradientTransformation:
+    """Adam."""
+    return optax.adam(args.learning_rate)
+
+
+# same as dqn.py
+def init(key: jax.Array, args: Args) -> State:
+    """The first networks, optimizer state and the empty memory of a shard."""
+    obs = jnp.zeros((1, *args.env_spec.observation_space.shape), args.env_spec.observation_space.dtype)
+    params = network(args).init(key, obs)
+    opt_state = {"adam": optimizer(args).init(params), "target": params}
+    return State({"network": params, "epsilon": jnp.float32(args.start_e)}, opt_state, empty(args))
+
+
+# same as dqn.py
+def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> Acted:
+    """The best action for each of a shard's B environments, or a random one."""
+    explore_key, action_key = jax.random.split(key)
+    best = jnp.argmax(network(args).apply(params["network"], step.obs), axis=-1)
+    explores = jax.random.uniform(explore_key, best.shape) < params["epsilon"]
+    action = jnp.where(explores, jax.random.randint(action_key, best.shape, 0, args.env_spec.num_actions), best)
+    return Acted(action, carry)
+
+
+# same as dqn.py
+def targets(target: Any, batch: Transitions, args: Args) -> jax.Array:
+    """What each action turned out to be worth, [N]: a terminated step bootstraps from nothing."""
+    following = jnp.max(network(args).apply(target, batch.next_obs), axis=-1)
+    return batch.reward + args.gamma * ~batch.terminated * following
+
+
+# same as dqn.py
+def loss(params: Any, target: Any, batch: Transitions, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One shard's part of a minibatch's loss: sums, which add up to means over all shards."""
+    value = jnp.take_along_axis(network(args).apply(params, batch.obs), batch.action[:, None], axis=-1)[:, 0]
+    weight = batch.weight / args.batch_size
+    td_loss = jnp.sum(weight * (value - targets(target, batch, args)) ** 2)
+    return td_loss, {"losses/td_loss": td_loss, "losses/q_values": jnp.sum(weight * value)}
+
+
+# same as dqn.py
+def epsilon(steps: jax.Array, args: Args) -> jax.Array:
+    """The share of random actions after so many environment steps."""
+    done = jnp.minimum(1.0, steps / (args.exploration_fraction * args.total_timesteps))
+    return args.start_e + (args.end_e - args.start_e) * done
+
+
+# same as dqn.py
+def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tuple[State, dict[str, Any]]:
+    """Remember the rollouts, then learn from what is remembered."""
+    replay = add(state.memory, rollouts, args)
+
+    def step(state: State, time: jax.Array) -> tuple[State, dict]:
+        batch = sample(replay, jax.vmap(partial(jax.random.fold_in, data=time))(keys), args)
+        params, target = state.params["network"], state.opt_state["target"]
+        gradient = jax.grad(partial(loss, args=args), has_aux=True)
+        grads, metrics = total(each_shard(partial(gradient, params, target), batch))
+        change, adam = optimizer(args).update(grads, state.opt_state["adam"])
+        params = optax.apply_updates(params, change)
+        renews = time // args.target_network_frequency > (time - args.train_frequency) // args.target_network_frequency
+        target = optax.incremental_update(params, target, renews * args.tau)
+        return State(state.params | {"network": params}, {"adam": adam, "target": target}), metrics
+
+    state, metrics = gradient_steps(step, state._replace(memory=()), replay, args)
+    state.params["epsilon"] = epsilon(replay.written[0] * args.num_envs, args)
+    metrics["charts/epsilon"] = state.params["epsilon"]
+    return state._replace(memory=replay), metrics
+
+
+if __name__ == "__main__":
+    args = parse(Args)
+    with Run(args) as run, Actors(act, run) as actors:
+        learn = Learner(update, run)
+        state = learn.init(init)
+        actors.publish(run.done + 1, state.params)
+        for n in run.updates():
+            rollouts = actors.collect(n)
+            state, metrics = learn(state, rollouts, n)
+            actors.publish(n + 1, state.params)
+            run.log(n, metrics, rollouts, state)
+        run.finish(act, state.params)

@@ -1,0 +1,286 @@
+"""PPO with an LSTM on Atari, with lockstep actors (Schulman et al. 2017, arXiv:1707.06347).
+
+Differs from the paper: memory; bootstraps through truncation; normalizes advantages over the whole minibatch.
+Run:       python cleanba/ppo_atari_lstm.py --env-id Breakout-v5
+           python cleanba/ppo_atari_lstm.py --env-id CartPole-v1 --network mlp --observe 0 2     (without velocities)
+Read next: ppo_atari.py (without memory), core/rollout.py (time)
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen.initializers import orthogonal
+
+from cleanba.core.actors import Actors
+from cleanba.core.args import CoreArgs, parse
+from cleanba.core.layers import Conv
+from cleanba.core.rollout import Acted, EnvStep, Rollout
+from cleanba.core.run import Run
+from cleanba.core.shards import Learner, State, accumulate, each_shard, total
+
+LSTM_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Args(CoreArgs):
+    """PPO with an LSTM."""
+
+    env_id: str = "Breakout-v5"
+    """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
+    total_timesteps: int = 10_000_000
+    """environment steps of the run; it is cut to whole updates"""
+    num_envs: int = 32
+    """environments, over all devices and processes"""
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    network: Literal["nature", "mlp"] = "nature"
+    """what stands before the LSTM: nature, the convolutional network of DQN, or for other observations mlp, a layer"""
+    observe: tuple[int, ...] = ()
+    """with mlp: the numbers of an observation that the agent sees, such as 0 2 (default: all)"""
+    learning_rate: float = 2.5e-4
+    """step size of Adam"""
+    anneal_lr: bool = True
+    """let the step size fall linearly to zero over the run"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches of an epoch; each has all steps of some environments"""
+    gradient_accumulation_steps: int = 1
+    """parts that a minibatch's gradient is added up from, to save memory; the result is the same but for rounding"""
+    update_epochs: int = 4
+    """times that each rollout is gone through"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """how far the probability ratio may move"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of a gradient"""
+
+    def check(self) -> Self:
+        """Environments of a shard go evenly into the minibatches and their parts."""
+        super().check()
+        self.check_that(self.update_epochs > 0, "--update-epochs must be at least 1")
+        parts = self.num_minibatches * self.gradient_accumulation_steps
+        B = self.envs_per_shard
+        self.check_that(
+            parts and B % parts == 0,
+            f"a shard's {B} environments (--num-envs {self.num_envs}, --num-shards {self.num_shards}) do not go evenly "
+            f"into {parts} parts (minibatches x gradient accumulation steps)",
+        )
+        self.check_discrete()
+        if self.network == "nature":
+            self.check_frames()
+        last = math.prod(self.env_spec.observation_space.shape) - 1
+        fits = all(i <= last for i in self.observe)
+        self.check_that(fits, f"--observe {self.observe}: the numbers of an observation are 0 to {last}")
+        self.check_that(not self.observe or self.network == "mlp", "--observe needs --network mlp")
+        return self
+
+
+class Agent(nn.Module):
+    """NatureCNN (Mnih et al. 2015) or a layer, then an LSTM (Hochreiter and Schmidhuber 1997) with two heads."""
+
+    num_actions: int
+    torso: str
+    observe: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, carry: Any, obs: jax.Array, first: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        """The memory after T steps, logits [T, B, A] and values [T, B] of observations [T, B, ...]; an episode's first
+        one finds the memory empty."""
+        steps = obs.shape[:2]
+        x = obs.reshape(-1, *obs.shape[2:])
+        if self.torso == "nature":
+            x = jnp.moveaxis(x, 1, -1) / 255.0
+            for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+                x = nn.relu(Conv(features, size, stride, "VALID", kernel_init=orthogonal(jnp.sqrt(2)))(x))
+            x = nn.relu(nn.Dense(512, kernel_init=orthogonal(jnp.sqrt(2)))(x.reshape(x.shape[0], -1)))
+        else:
+            x = x.reshape(x.shape[0], -1).astype(jnp.float32)
+            x = x[:, jnp.array(self.observe)] if self.observe else x
+            x = nn.tanh(nn.Dense(64, kernel_init=orthogonal(jnp.sqrt(2)))(x))
+        lstm = nn.OptimizedLSTMCell(LSTM_SIZE, kernel_init=orthogonal(1.0), name="lstm")
+
+        def remember(cell: nn.Module, carry: Any, row: tuple) -> tuple[Any, jax.Array]:
+            x, first = row
+            return cell(jax.tree.map(lambda c: jnp.where(first[:, None], 0, c), carry), x)
+
+        scan = nn.scan(remember, variable_broadcast="params", split_rngs={"params": False})
+        carry, x = scan(lstm, carry, (x.reshape(*steps, -1), first))
+        logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01))(x)
+        return carry, logits, nn.Dense(1, kernel_init=orthogonal(1.0))(x)[..., 0]
+
+
+def network(args: Args) -> Agent:
+    """The agent's network."""
+    return Agent(args.env_spec.num_actions, args.network, args.observe)
+
+
+def no_memory(B: int) -> tuple[jax.Array, jax.Array]:
+    """The LSTM's state, cell and output, before it saw anything."""
+    return jnp.zeros((B, LSTM_SIZE)), jnp.zeros((B, LSTM_SIZE))
+
+
+# same as ppo.py
+def optimizer(args: Args) -> optax.GradientTransformation:
+    """Adam, its step size falling after each update, not within one."""
+
+    def learning_rate(step: jax.Array) -> jax.Array:
+        done = step // (args.num_minibatches * args.update_epochs) / args.num_updates
+        return args.learning_rate * (1.0 - done * args.anneal_lr)
+
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=learning_rate, eps=1e-5)
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adam)
+
+
+def init(key: jax.Array, args: Args) -> State:
+    """The first parameters and optimizer state."""
+    obs = jnp.zeros((1, 1, *args.env_spec.observation_space.shape), args.env_spec.observation_space.dtype)
+    params = network(args).init(key, no_memory(1), obs, jnp.ones((1, 1), bool))
+    return State(params, optimizer(args).init(params))
+
+
+def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> Acted:
+    """Sample an action for each of a shard's B environments."""
+    carry = carry or no_memory(len(step.first))
+    carry, logits, value = network(args).apply(params, carry, step.obs[None], step.first[None])
+    action = jax.random.categorical(key, logits[0])  # [B]
+    return Acted(action, carry, {"logprob": log_prob(logits[0], action), "value": value[0]})
+
+
+# same as ppo.py
+def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
+    """The log-probability of each action, [..., A] and [...] -> [...]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
+
+
+# same as ppo.py
+def targets(rollout: Rollout, value: jax.Array, args: Args) -> tuple[jax.Array, jax.Array]:
+    """Generalized advantages and value targets [T, B], from values [T + 1, B]; Schulman et al. 2016, eq. 16.
+
+    An end cuts the sum; a terminated step bootstraps from nothing, a truncated one from what followed it.
+    """
+    ended = rollout.terminated | rollout.truncated
+    delta = rollout.reward + args.gamma * ~rollout.terminated * value[1:] - value[:-1]
+
+    def back(following: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        delta, ended = row
+        advantage = delta + args.gamma * args.gae_lambda * ~ended * following
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(back, jnp.zeros_like(delta[0]), (delta, ended), reverse=True)
+    return advantage, advantage + value[:-1]
+
+
+class Batch(NamedTuple):
+    """Environments to learn from, in any order, with all their steps: [N, T, ...]."""
+
+    obs: jax.Array
+    first: jax.Array
+    action: jax.Array
+    logprob: jax.Array
+    advantage: jax.Array
+    target: jax.Array
+    weight: jax.Array  # 0 on reset steps; sums to 1 over all shards of a minibatch
+    carry: Any  # [N, ...] the memory before the first step
+
+
+def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
+    """One shard's rollout by environments."""
+    *_, values = network(args).apply(params, rollout.carry, rollout.obs, rollout.first)
+    value = jnp.concatenate([rollout.extras["value"], values[-1:]])  # [T + 1, B]
+    advantage, target = targets(rollout, value, args)
+    seen, acted = (rollout.obs[:-1], rollout.first[:-1]), (rollout.action, rollout.extras["logprob"])
+    rows = [jnp.moveaxis(x, 1, 0) for x in (*seen, *acted, advantage, target, rollout.valid)]
+    return Batch._make([*rows, rollout.carry])
+
+
+# same as ppo.py
+def normalize(batch: Batch, args: Args) -> Batch:
+    """Weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards of a minibatch."""
+    count = jnp.maximum(1.0, total(each_shard(lambda batch: jnp.sum(batch.weight, dtype=jnp.float32), batch)))
+    mean = total(each_shard(lambda batch: jnp.sum(batch.weight * batch.advantage), batch)) / count
+    deviation = total(each_shard(lambda batch: jnp.sum(batch.weight * (batch.advantage - mean) ** 2), batch))
+
+    def one_shard(batch: Batch) -> Batch:
+        advantage = (batch.advantage - mean) / (jnp.sqrt(deviation / count) + 1e-8)
+        advantage = advantage if args.norm_adv else batch.advantage
+        return batch._replace(advantage=advantage, weight=batch.weight / count)
+
+    return each_shard(one_shard, batch)
+
+
+def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One shard's part of a minibatch's loss: weighted sums, which add up to means over all shards."""
+    obs, first = (jnp.moveaxis(x, 1, 0) for x in (batch.obs, batch.first))
+    _, logits, value = network(args).apply(params, batch.carry, obs, first)
+    logits, value = jnp.moveaxis(logits, 1, 0), value.T  # [N, T, ...]
+    log_ratio = log_prob(logits, batch.action) - batch.logprob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    log_probs = jax.nn.log_softmax(logits)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(batch.weight * x)
+
+    policy_loss = mean(-jnp.minimum(ratio * batch.advantage, clipped * batch.advantage))
+    value_loss = 0.5 * mean((value - batch.target) ** 2)
+    entropy = mean(-jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": mean((ratio - 1) - log_ratio),
+        "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
+    }
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, metrics
+
+
+# same as ppo.py
+def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tuple[State, dict[str, jax.Array]]:
+    """Several epochs of minibatches, each drawn evenly from every shard."""
+    batch = each_shard(partial(prepare, state.params, args=args), rollouts)  # [S / L, N, ...]
+    parts = (args.num_minibatches, args.gradient_accumulation_steps, -1)
+
+    def minibatch(state: State, index: jax.Array) -> tuple[State, dict]:
+        drawn = each_shard(lambda batch, index: jax.tree.map(lambda x: x[index], batch), batch, index)
+        drawn = normalize(drawn, args)
+        gradient = partial(jax.grad(partial(loss, args=args), has_aux=True), state.params)
+        grads, metrics = total(each_shard(partial(accumulate, gradient), drawn))
+        step, opt_state = optimizer(args).update(grads, state.opt_state)
+        metrics["charts/learning_rate"] = opt_state[1].hyperparams["learning_rate"]
+        return State(optax.apply_updates(state.params, step), opt_state), metrics
+
+    def epoch(state: State, number: jax.Array) -> tuple[State, dict]:
+        def shuffled(key: jax.Array) -> jax.Array:
+            return jax.random.permutation(jax.random.fold_in(key, number), batch.weight.shape[1]).reshape(parts)
+
+        return jax.lax.scan(minibatch, state, jnp.moveaxis(each_shard(shuffled, keys), 1, 0))
+
+    return jax.lax.scan(epoch, state, jnp.arange(args.update_epochs))
+
+
+if __name__ == "__main__":
+    args = parse(Args)
+    with Run(args) as run, Actors(act, run) as actors:
+        learn = Learner(update, run)
+        state = learn.init(init)
+        actors.publish(run.done + 1, state.params)
+        for n in run.updates():
+            rollouts = actors.collect(n)
+            state, metrics = learn(state, rollouts, n)
+            actors.publish(n + 1, state.params)
+            run.log(n, metrics, rollouts, state)
+        run.finish(act, state.params)
