@@ -17,9 +17,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 MARKS = "<!-- tables: python benchmarks/performance.py -->", "<!-- end of tables -->"
 WORKLOADS = {  # name: script, arguments, whether there are peers, updates of each part in a round
-    "cartpole": ("ppo.py", "--env-id CartPole-v1 --num-envs 64 --num-steps 128", True, 20),
-    "breakout-nature": ("ppo_atari.py", "--env-id Breakout-v5 --network nature --num-envs 32", True, 1),
-    "breakout-impala": ("impala_atari.py", "--env-id Breakout-v5 --num-envs 32 --num-steps 20", False, 2),
+    "cartpole": ("ppo.py", "--env-id CartPole-v1 --num-envs 64 --num-steps 128 --cpu-threads 2", True, 20),
+    "breakout-nature": ("ppo_atari.py", "--env-id Breakout-v5 --network nature --num-envs 32 --cpu-threads 2", True, 1),
+    "breakout-impala": (
+        "impala_atari.py",
+        "--env-id Breakout-v5 --num-envs 32 --num-steps 20 --cpu-threads 2",
+        False,
+        2,
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +17,17 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
 from cleanba.core.actors import Actors, Collected, Collector
 from cleanba.core.args import parse
 from cleanba.core.evaluate import algorithm
-from cleanba.core.rollout import Acted, EnvStep
+from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.seeding import Role, key
-from cleanba.core.shards import Learner, fenced
+from cleanba.core.shards import Learner, each_shard
 from cleanba.core.topology import to_device
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.peers import Peer, peers_for
@@ -37,7 +38,7 @@ WAITS = ("rollout_queue_get", "params_queue_get", "transfer", "log")
 
 
 def random_action(params: Any, step: EnvStep, carry: Any, k: jax.Array, args: Any) -> Acted:
-    """Acting that costs nothing."""
+    """Any action."""
     space, B = args.env_spec.action_space, len(step.first)
     if not space.shape:
         return Acted(jax.random.randint(k, (B,), 0, args.env_spec.num_actions), carry)
@@ -60,18 +61,22 @@ class Workload:
             (device, shards, Collector(random_action, None, self.args, shards, device, Role.EVALUATE))
             for device, shards in zip(actors.devices, actors.blocks, strict=True)
         ]
+        drawn = [[own for own, *_ in collector.collect({}, 1)] for *_, collector in self._blocks]
+        self._actions = [np.stack([np.asarray(own.action) for own in block]) for block in drawn]  # [s, T, B, ...]
         self._threads = ThreadPoolExecutor(len(self._blocks))
         self._forward = jax.jit(self._act_on)
 
-    def _act_on(self, params: Any, steps: EnvStep, carry: Any, k: jax.Array) -> jax.Array:
-        act = fenced(partial(self._module.act, params, args=self.args))
+    def _act_on(self, params: Any, rollouts: Rollout, keys: jax.Array) -> jax.Array:
+        """Step after step, and in each one shard after another, as a collector does; rollouts [s, T, B, ...]."""
 
         def one(carry: Any, row: tuple) -> tuple[Any, jax.Array]:
-            step, t = row
-            acted = act(step, carry, jax.random.fold_in(k, t))
+            step, keys = row
+            acted = each_shard(partial(self._module.act, params, args=self.args), step, carry, keys)
             return acted.carry, acted.action
 
-        return jax.lax.scan(one, carry, (steps, np.arange(self.args.num_steps)))[1]
+        steps = EnvStep(rollouts.obs[:, :-1], rollouts.reward, rollouts.first[:, :-1])
+        rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps)
+        return jax.lax.scan(one, rollouts.carry, (rows, keys))[1]
 
     def training(self, updates: int, hold: bool = False) -> None:
         """Some updates, as an algorithm's own loop makes them.
@@ -91,6 +96,14 @@ class Workload:
                 self._release()
             elif self.args.concurrency:
                 self._ahead = self._actors.collect(self._n)
+        if hold:
+            self._seen = [self._seen_by(device, shards) for device, shards, _ in self._blocks]
+
+    def _seen_by(self, device: jax.Device, shards: Sequence[int]) -> tuple[Rollout, jax.Array]:
+        """The last rollouts of some shards, and keys to act with, on the device that acts there."""
+        rollouts = jax.tree.map(lambda x: jnp.stack([x[shard] for shard in shards]), self._last[1].rollouts)
+        keys = jax.random.split(key(self.args.seed, Role.EVALUATE), (self.args.num_steps, len(shards)))
+        return to_device(rollouts, device), to_device(keys, device)
 
     def _release(self) -> None:
         if self._unpublished is not None:
@@ -99,29 +112,23 @@ class Workload:
             self._run.log(n, metrics, collected, self._state)
 
     def environments(self, rounds: int) -> None:
-        """The same environments, with actions that cost nothing."""
+        """The same environments, with actions that are there already."""
 
-        def work(block: tuple) -> None:
-            for n in range(rounds):
-                jax.block_until_ready(block[2].collect(None, n))
+        def work(block: tuple, actions: np.ndarray) -> None:
+            for _ in range(rounds):
+                block[2].replay(actions)
 
-        list(self._threads.map(work, self._blocks))
+        list(self._threads.map(work, self._blocks, self._actions))
 
     def acting(self, rounds: int) -> None:
         """The policy on observations that are there already."""
-        rollouts = self._last[1].rollouts
 
-        def work(block: tuple) -> None:
-            device, shards, _ = block
-            params = to_device(self.args.layout.local(self._state.params), device)
-            for n in range(rounds):
-                for shard in shards:
-                    own = jax.tree.map(lambda x, i=shard: x[i], rollouts)
-                    steps = to_device(EnvStep(own.obs[:-1], own.reward, own.first[:-1]), device)
-                    k = to_device(key(self.args.seed, Role.EVALUATE, shard, n), device)
-                    jax.block_until_ready(self._forward(params, steps, to_device(own.carry, device), k))
+        def work(block: tuple, seen: tuple) -> None:
+            params = to_device(self.args.layout.local(self._state.params), block[0])
+            for _ in range(rounds):
+                jax.block_until_ready(self._forward(params, *seen))
 
-        list(self._threads.map(work, self._blocks))
+        list(self._threads.map(work, self._blocks, self._seen))
 
     def learning(self, rounds: int) -> None:
         """The update on a rollout that is there already."""
