@@ -7,7 +7,7 @@ Read next: c51_atari.py (pixels), core/replay.py (the memory)
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -25,6 +25,8 @@ from cleanba.core.shards import Learner, State, each_shard, total
 @dataclass(frozen=True)
 class Args(ReplayArgs):
     """C51 on classic control."""
+
+    SIGNED: ClassVar[tuple[str, ...]] = ("v_min", "v_max")
 
     env_id: str = "CartPole-v1"
     """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
@@ -62,6 +64,7 @@ class Args(ReplayArgs):
         super().check()
         self.check_that(self.target_network_frequency > 0, "--target-network-frequency must be at least 1")
         self.check_that(0 < self.exploration_fraction <= 1, "--exploration-fraction must be in (0, 1]")
+        self.check_that(max(self.start_e, self.end_e, self.tau) <= 1, "--start-e, --end-e and --tau are at most 1")
         self.check_that(self.n_atoms > 1, "--n-atoms must be at least 2")
         self.check_that(self.v_min < self.v_max, f"--v-min {self.v_min} must be less than --v-max {self.v_max}")
         self.check_discrete()

@@ -7,7 +7,7 @@ Read next: core/replay.py (the memory)
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -26,6 +26,8 @@ from cleanba.core.shards import Learner, State, each_shard, total
 @dataclass(frozen=True)
 class Args(ReplayArgs):
     """C51 on Atari."""
+
+    SIGNED: ClassVar[tuple[str, ...]] = ("v_min", "v_max")
 
     env_id: str = "Breakout-v5"
     """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
@@ -66,11 +68,17 @@ class Args(ReplayArgs):
     exploration_fraction: float = 0.1
     """part of the run in which that share falls, linearly"""
 
+    @property
+    def frames(self) -> int:
+        """Of the stack that an observation is: only the newest is kept."""
+        return self.env_spec.observation_space.shape[0]
+
     def check(self) -> Self:
         """Actions are discrete."""
         super().check()
         self.check_that(self.target_network_frequency > 0, "--target-network-frequency must be at least 1")
         self.check_that(0 < self.exploration_fraction <= 1, "--exploration-fraction must be in (0, 1]")
+        self.check_that(max(self.start_e, self.end_e, self.tau) <= 1, "--start-e, --end-e and --tau are at most 1")
         self.check_that(self.n_atoms > 1, "--n-atoms must be at least 2")
         self.check_that(self.v_min < self.v_max, f"--v-min {self.v_min} must be less than --v-max {self.v_max}")
         self.check_discrete()

@@ -1,6 +1,7 @@
 """DDPG on continuous actions with lockstep actors (Lillicrap et al. 2016, arXiv:1509.02971).
 
-Differs from the paper: Gaussian noise; bootstraps through truncation; layers of 256; one step size, 3e-4.
+Differs from the paper: Gaussian noise; bootstraps through truncation; layers of 256 without batch normalization; one
+step size, 3e-4; random actions at the start; the policy and the targets move at every second step, as in TD3.
 Run:       python cleanba/ddpg_continuous_action.py --env-id HalfCheetah-v4
 Read next: td3_continuous_action.py (its successor), core/replay.py (the memory)
 """
@@ -52,7 +53,7 @@ class Args(ReplayArgs):
     tau: float = 0.005
     """how far the target networks move towards the networks"""
     exploration_noise: float = 0.1
-    """deviation of the noise on the actor's actions, as a part of their range"""
+    """deviation of the noise on the actor's actions, as a part of half their range"""
     policy_frequency: int = 2
     """gradient steps of the critic for each of the policy and the target networks"""
 
@@ -60,6 +61,7 @@ class Args(ReplayArgs):
         """Actions are continuous and have bounds."""
         super().check()
         self.check_that(self.policy_frequency > 0, "--policy-frequency must be at least 1")
+        self.check_that(self.tau <= 1, f"--tau {self.tau} must be at most 1")
         self.check_continuous(bounded=True)
         return self
 

@@ -56,6 +56,7 @@ class Args(ReplayArgs):
         super().check()
         self.check_that(self.target_network_frequency > 0, "--target-network-frequency must be at least 1")
         self.check_that(0 < self.exploration_fraction <= 1, "--exploration-fraction must be in (0, 1]")
+        self.check_that(max(self.start_e, self.end_e, self.tau) <= 1, "--start-e, --end-e and --tau are at most 1")
         self.check_discrete()
         return self
 

@@ -60,11 +60,17 @@ class Args(ReplayArgs):
     exploration_fraction: float = 0.1
     """part of the run in which that share falls, linearly"""
 
+    @property
+    def frames(self) -> int:
+        """Of the stack that an observation is: only the newest is kept."""
+        return self.env_spec.observation_space.shape[0]
+
     def check(self) -> Self:
         """Actions are discrete."""
         super().check()
         self.check_that(self.target_network_frequency > 0, "--target-network-frequency must be at least 1")
         self.check_that(0 < self.exploration_fraction <= 1, "--exploration-fraction must be in (0, 1]")
+        self.check_that(max(self.start_e, self.end_e, self.tau) <= 1, "--start-e, --end-e and --tau are at most 1")
         self.check_discrete()
         self.check_frames()
         return self

@@ -83,7 +83,7 @@ class Args(CoreArgs):
         if self.network == "nature":
             self.check_frames()
         last = math.prod(self.env_spec.observation_space.shape) - 1
-        fits = all(i <= last for i in self.observe)
+        fits = all(0 <= i <= last for i in self.observe)
         self.check_that(fits, f"--observe {self.observe}: the numbers of an observation are 0 to {last}")
         self.check_that(not self.observe or self.network == "mlp", "--observe needs --network mlp")
         return self

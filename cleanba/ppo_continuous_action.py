@@ -165,6 +165,7 @@ def discounted(so_far: jax.Array, rollout: Rollout, args: Args) -> tuple[jax.Arr
         so_far = args.gamma * so_far + reward
         return so_far * ~ended, so_far
 
+    so_far *= ~rollout.first[0]  # environments may have been made anew
     after, returns = jax.lax.scan(step, so_far, (rollout.reward, rollout.terminated | rollout.truncated))
     return returns, after
 

@@ -64,6 +64,7 @@ class Args(ReplayArgs):
         """Actions are continuous and have bounds."""
         super().check()
         self.check_that(self.alpha > 0, "--alpha must be more than 0")
+        self.check_that(self.tau <= 1, f"--tau {self.tau} must be at most 1")
         self.check_continuous(bounded=True)
         return self
 

@@ -52,11 +52,11 @@ class Args(ReplayArgs):
     tau: float = 0.005
     """how far the target networks move towards the networks"""
     policy_noise: float = 0.2
-    """deviation of the noise on the target policy's actions, as a part of their range"""
+    """deviation of the noise on the target policy's actions, as a part of half their range"""
     noise_clip: float = 0.5
     """the most of that noise"""
     exploration_noise: float = 0.1
-    """deviation of the noise on the actor's actions, as a part of their range"""
+    """deviation of the noise on the actor's actions, as a part of half their range"""
     policy_frequency: int = 2
     """gradient steps of the critics for each of the policy and the target networks"""
 
@@ -64,6 +64,7 @@ class Args(ReplayArgs):
         """Actions are continuous and have bounds."""
         super().check()
         self.check_that(self.policy_frequency > 0, "--policy-frequency must be at least 1")
+        self.check_that(self.tau <= 1, f"--tau {self.tau} must be at most 1")
         self.check_continuous(bounded=True)
         return self
 

@@ -1,8 +1,9 @@
-"""Every kind of agent on the same core: any topology, exact resume; their targets and losses, computed again by hand."""
+"""Every kind of agent on the same core: any topology, exact resume; their targets and losses by hand."""
 
 import os
 import signal
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,9 @@ def first_state(module: ModuleType, args: Any) -> Any:
 @EACH
 def test_an_update_does_not_know_how_many_learners_there_are(module: ModuleType, sizes: dict) -> None:
     rollouts = collected(module, module.Args(**sizes), 3)
-    one, other = (learn_from_the_start(module, module.Args(**sizes, topology=t), rollouts) for t in ("a0-l0", "a0-l0,1"))
+    one, other = (
+        learn_from_the_start(module, module.Args(**sizes, topology=t), rollouts) for t in ("a0-l0", "a0-l0,1")
+    )
     assert bits(one[0]) == bits(other[0])
     assert one[1].keys() == other[1].keys()
     assert all(bits(memory) == bits(other[1][shard]) for shard, memory in one[1].items())
@@ -78,7 +81,9 @@ def test_an_update_does_not_know_how_many_learners_there_are(module: ModuleType,
 
 
 @pytest.mark.parametrize(("module", "sizes"), [AGENTS[0], AGENTS[-1]], ids=["replay", "recurrent"])
-def test_a_run_with_a_memory_goes_on_as_if_nothing_had_happened(module: ModuleType, sizes: dict, tmp_path: Path) -> None:
+def test_a_run_with_a_memory_goes_on_as_if_nothing_had_happened(
+    module: ModuleType, sizes: dict, tmp_path: Path
+) -> None:
     """Killed while it saves, then ended by a signal, then finished, each time on another topology."""
     steps = 30 * sizes["num_envs"] * sizes["num_steps"]
     experiment = sizes | dict(total_timesteps=steps, num_shards=3)
@@ -101,7 +106,7 @@ def test_a_run_with_a_memory_goes_on_as_if_nothing_had_happened(module: ModuleTy
     assert_same(run, reference)
 
 
-def batch_of(args: Any, rng: np.random.Generator, N: int = 4) -> Transitions:
+def batch_of(args: Any, rng: np.random.Generator, N: int = 4) -> Any:
     spec = args.env_spec
     shape = (N, *spec.observation_space.shape)
     obs, next_obs = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
@@ -114,12 +119,12 @@ def batch_of(args: Any, rng: np.random.Generator, N: int = 4) -> Transitions:
     return Transitions(obs, action, rng.normal(size=N).astype(np.float32), terminated, next_obs, weight)  # type: ignore[arg-type]
 
 
-def dense(params: Any, x: np.ndarray, first: int = 0, number: int = 3, hidden: Any = partial(np.maximum, 0)) -> np.ndarray:
-    """Layers `first` and so on, with `hidden` between them, in 64 bits."""
+def dense(params: Any, x: np.ndarray, first: int = 0, number: int = 3) -> np.ndarray:
+    """Layers `first` and so on, in 64 bits."""
     for i in range(first, first + number):
         layer = params["params"][f"Dense_{i}"]
         x = x @ np.float64(layer["kernel"]) + np.float64(layer["bias"])
-        x = hidden(x) if i < first + number - 1 else x
+        x = np.maximum(0, x) if i < first + number - 1 else x
     return x
 
 
@@ -136,11 +141,9 @@ def test_the_loss_of_dqn() -> None:
 
 
 def test_the_loss_of_c51() -> None:
-    args = c51.Args(**REPLAY, n_atoms=11, v_min=-5.0, v_max=5.0)
-    params, target = (
-        jax.device_get(first_state(c51, c51.Args(**REPLAY, n_atoms=11, v_min=-5.0, v_max=5.0, seed=s)).params["network"])
-        for s in (1, 2)
-    )
+    sizes = REPLAY | dict(n_atoms=11, v_min=-5.0, v_max=5.0)
+    args = c51.Args(**sizes)
+    params, target = (jax.device_get(first_state(c51, c51.Args(**sizes, seed=s)).params["network"]) for s in (1, 2))
     batch = batch_of(args, np.random.default_rng(0))
 
     def distribution(params: Any, obs: np.ndarray) -> np.ndarray:
@@ -163,7 +166,7 @@ def test_the_loss_of_c51() -> None:
     assert c51.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
 
 
-def continuous(module: ModuleType) -> tuple[Any, dict, dict, Transitions]:
+def continuous(module: ModuleType) -> tuple[Any, dict, dict, Any]:
     args = module.Args(**REPLAY, env_id="Pendulum-v1")
     params, target = (
         jax.device_get(first_state(module, module.Args(**REPLAY, env_id="Pendulum-v1", seed=seed)).params)
@@ -200,7 +203,9 @@ def test_the_loss_of_td3() -> None:
     noise = np.asarray(jax.random.normal(jax.random.key(7), (4, 1))) * args.policy_noise
     wanted, worth = 0.0, 0.0
     for i in range(4):
-        action = np.tanh(dense(target["actor"], batch.next_obs[i])) + np.clip(noise[i], -args.noise_clip, args.noise_clip)
+        action = np.tanh(dense(target["actor"], batch.next_obs[i])) + np.clip(
+            noise[i], -args.noise_clip, args.noise_clip
+        )
         following = twin(target, batch.next_obs[i], np.clip(action, -1, 1)).min()
         aim = batch.reward[i] + args.gamma * (not batch.terminated[i]) * following
         errors = twin(params, batch.obs[i], batch.action[i] / 2) - aim
@@ -285,7 +290,7 @@ class TestMemory:
         params = first_state(ppo_atari_lstm, self.args).params
         rollouts = collected(ppo_atari_lstm, self.args, 4)
         assert any(own.first[1:].any() for shards in rollouts for own in shards)
-        for before, after in zip(rollouts, rollouts[1:], strict=False):
+        for before, after in pairwise(rollouts):
             for own, following in zip(before, after, strict=True):
                 network = ppo_atari_lstm.network(self.args)
                 carry, _, value = network.apply(params, own.carry, own.obs[:-1], own.first[:-1])

@@ -60,7 +60,7 @@ BAD: list[tuple[Any, str, list[str]]] = [
     (ppo, "--learning-rate fast", ["--learning-rate", "float"]),
     (ppo, "--seed", ["--seed"]),
     (ppo, "--collect never", ["--collect", "auto", "fused", "stepwise"]),
-    (ppo, "--collect fused --engine gymnasium", ["--collect fused", "--collect auto"]),
+    (ppo, "--collect fused --engine gymnasium", ["--collect fused", "use auto"]),
     # Flags that do not exist, or not any more.
     (ppo, "--num-env 8", ["--num-env", "--num-envs"]),
     (ppo, "--no-such-flag", ["--no-such-flag"]),

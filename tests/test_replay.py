@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from synthetic import random_rollout
 
 from cleanba import c51, dqn, dqn_atari
 from cleanba.core import envs
@@ -13,9 +14,10 @@ from cleanba.core.actors import Collector
 from cleanba.core.replay import Replay, add, empty, gradient_steps, sample
 from cleanba.core.rollout import Acted, Rollout
 from cleanba.core.seeding import Role
-from synthetic import random_rollout
 
-SIZES: dict[str, Any] = dict(num_envs=6, num_shards=2, num_steps=4, buffer_size=6 * 12, batch_size=64, train_frequency=8)
+SIZES: dict[str, Any] = dict(
+    num_envs=6, num_shards=2, num_steps=4, buffer_size=6 * 12, batch_size=64, train_frequency=8
+)
 
 
 def remembered(args: Any, rollouts: list[list[Rollout]]) -> Replay:
@@ -42,6 +44,10 @@ def steps_of(rollouts: list[list[Rollout]], shard: int, last: int) -> list[tuple
     ]
 
 
+def flat(step: Any) -> tuple:
+    return tuple(np.concatenate([np.ravel(x) for x in step]).tolist())
+
+
 def consistent(rng: np.random.Generator, args: Any, number: int) -> list[list[Rollout]]:
     """Rollouts that follow each other: what ended one begins the next."""
     rollouts: list[list[Rollout]] = []
@@ -61,14 +67,14 @@ def test_what_is_drawn_happened_and_everything_that_is_kept_can_be_drawn(number:
     memory = remembered(args, rollouts)
     kept = min(number * args.num_steps, args.rows - 1)
     for shard in range(args.num_shards):
-        happened = {tuple(np.concatenate([np.ravel(x) for x in step])): i for i, step in enumerate(steps_of(rollouts, shard, kept))}
+        happened = {flat(step) for step in steps_of(rollouts, shard, kept)}
         drawn = set()
         for batch in draws(args, memory, 24):
             rows = zip(*(x[shard] for x in batch[:5]), batch.weight[shard], strict=True)
             for *step, weight in rows:
                 if weight:
-                    drawn.add(happened[tuple(np.concatenate([np.ravel(x) for x in step]))])
-        assert drawn == set(happened.values())
+                    drawn.add(flat(step))
+        assert drawn == happened
 
 
 def test_reset_steps_are_not_drawn_and_the_others_equally_often() -> None:
@@ -83,6 +89,16 @@ def test_reset_steps_are_not_drawn_and_the_others_equally_often() -> None:
     assert counts.max() < 1.2 * counts.mean()
 
 
+def test_what_followed_is_not_taken_from_other_environments() -> None:
+    """Where environments are made anew, the last step before has no successor."""
+    args = dqn.Args(**SIZES)
+    rollouts = consistent(np.random.default_rng(0), args, 2)
+    for own in rollouts[1]:
+        own.first[0], own.obs[0] = True, 1e6
+    for batch in draws(args, remembered(args, rollouts)):
+        assert not (batch.next_obs[batch.weight > 0] == 1e6).any()
+
+
 def test_shards_keep_to_themselves() -> None:
     args = dqn.Args(**SIZES)
     rollouts = consistent(np.random.default_rng(0), args, 3)
@@ -93,9 +109,8 @@ def test_shards_keep_to_themselves() -> None:
 @pytest.mark.parametrize(("game", "protocol"), [("Breakout-v5", "classic"), ("Breakout-v5", "machado")])
 def test_stacks_are_put_together_from_single_frames(game: str, protocol: str) -> None:
     """Real games, with lost lives, over which a stack goes on, and new games, where it begins anew."""
-    args = dqn_atari.Args(
-        env_id=game, atari_protocol=protocol, num_envs=4, num_shards=2, num_steps=48, buffer_size=4 * 144, batch_size=128
-    )  # type: ignore[arg-type]
+    sizes: dict[str, Any] = dict(num_envs=4, num_shards=2, num_steps=48, buffer_size=4 * 144, batch_size=128)
+    args = dqn_atari.Args(env_id=game, atari_protocol=protocol, **sizes)  # type: ignore[arg-type]
     assert jax.eval_shape(lambda: empty(args)).obs.shape == (145, 2, 84, 84)
 
     def at_random(params: Any, step: Any, carry: Any, key: jax.Array, args: Any) -> Acted:
@@ -110,7 +125,8 @@ def test_stacks_are_put_together_from_single_frames(game: str, protocol: str) ->
     happened = [{step[0].tobytes() + step[4].tobytes() for step in steps_of(rollouts, shard, kept)} for shard in (0, 1)]
     for batch in draws(args, remembered(args, rollouts)):
         for shard in (0, 1):
-            assert {a.tobytes() + b.tobytes() for a, b in zip(batch.obs[shard], batch.next_obs[shard], strict=True)} <= happened[shard]
+            pairs = zip(batch.obs[shard], batch.next_obs[shard], strict=True)
+            assert {a.tobytes() + b.tobytes() for a, b in pairs} <= happened[shard]
 
 
 def test_gradient_steps_wait_for_learning_to_start() -> None:
@@ -169,7 +185,7 @@ def test_envs_of_several_threads_answer_in_order() -> None:
     for env_id in ("CartPole-v1", "HalfCheetah-v4"):
         engine = envs.EnvPoolEngine(env_id, "machado", 8, list(range(16)), 3)
         one = envs.EnvPoolEngine(env_id, "machado", 8, list(range(16)), 1)
-        space = envs.make_spec(env_id, "envpool", "machado").action_space
+        space: Any = envs.make_spec(env_id, "envpool", "machado").action_space
         assert np.array_equal(engine.reset(), one.reset())
         for i in range(50):
             space.seed(i)

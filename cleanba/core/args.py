@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from cleanba.core import envs
 from cleanba.core.processes import Place, end_with_supervisor, find_place, supervise
@@ -69,6 +69,8 @@ class MachineArgs:
 @dataclass(frozen=True)
 class CoreArgs(MachineArgs):
     """The experiment: with the algorithm file it decides every number."""
+
+    SIGNED: ClassVar[tuple[str, ...]] = ()  # the arguments that may be negative
 
     env_id: str = "CartPole-v1"
     """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
@@ -157,7 +159,7 @@ class CoreArgs(MachineArgs):
     def check(self) -> Self:
         """Exit with one line if these arguments cannot be run; an algorithm adds its own checks."""
         for name, value in (self.experiment | self.machine).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
+            if isinstance(value, int | float) and name not in self.SIGNED and not 0 <= value < math.inf:
                 usage_error(f"{option(name)} {value} must be a number that is not negative")
         counts = (
             "num_envs num_steps num_shards cpu_threads num_actor_threads env_threads eval_episodes keep_checkpoints"
@@ -175,11 +177,13 @@ class CoreArgs(MachineArgs):
         self.check_that(self.peer_timeout > 0, "--peer-timeout must be more than 0 seconds")
         self.check_topology()
         try:
-            engine = self.env_spec.engine
+            can_fuse = self.env_spec.can_fuse
         except envs.EnvError as error:
             usage_error(f"--env-id: {error}")
-        fused_elsewhere = self.collect == "fused" and engine == "gymnasium"
-        self.check_that(not fused_elsewhere, "--collect fused needs EnvPool; use --collect auto with Gymnasium")
+        self.check_that(
+            can_fuse or self.collect != "fused",
+            f"--collect fused needs EnvPool on Linux and numbers of 32 bits, which {self.env_id} has not; use auto",
+        )
         return self
 
     def check_topology(self) -> None:

@@ -55,6 +55,7 @@ class EnvSpec(NamedTuple):
     engine: str
     observation_space: Box
     action_space: gymnasium.Space
+    can_fuse: bool  # step inside a jitted call
 
     @property
     def num_actions(self) -> int:
@@ -119,19 +120,27 @@ def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
     if engine == "envpool":
         spec = envpool.make_spec(env_id, **envpool_options(env_id, protocol))
         observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
+        can_fuse = _can_fuse(spec)
     else:
         try:
             env = gymnasium.make(env_id)
         except (gymnasium.error.Error, ImportError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
-        observation_space, action_space = env.observation_space, env.action_space
+        observation_space, action_space, can_fuse = env.observation_space, env.action_space, False
         env.close()
     if not isinstance(observation_space, Box):
         raise EnvError(f"{env_id!r} shows {observation_space}; an observation must be one array (a Box space)")
     if not isinstance(action_space, Discrete | Box):
         raise EnvError(f"{env_id!r} takes {action_space}; an action must be Discrete or a Box")
-    return EnvSpec(engine, observation_space, action_space)
+    return EnvSpec(engine, observation_space, action_space, can_fuse)
+
+
+def _can_fuse(spec: Any) -> bool:
+    """EnvPool has no XLA functions on other systems, and none of 64 bits while JAX runs with 32."""
+    arrays = (*spec.state_array_spec.values(), *spec.action_array_spec.values())
+    dtypes = {np.dtype(array.dtype) for array in arrays}
+    return sys.platform == "linux" and all(jax.dtypes.canonicalize_dtype(dtype) == dtype for dtype in dtypes)
 
 
 def _alike(env_id: str) -> str:
@@ -162,13 +171,8 @@ class EnvPoolEngine:
             seed=list(seeds),
             **options,
         )
-        action_spec = self._pool.spec.action_array_spec["action"]
-        self._action_dtype = np.dtype(action_spec.dtype)
-        dtypes = {np.dtype(spec.dtype) for spec in self._pool.spec.state_array_spec.values()}
-        dtypes.add(self._action_dtype)
-        # EnvPool has no XLA functions on other systems, and none of 64 bits while JAX runs with 32.
-        can_fuse = sys.platform == "linux" and all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes)
-        self.xla_step = self._make_xla_step() if can_fuse else None
+        self._action_dtype = np.dtype(self._pool.spec.action_array_spec["action"].dtype)
+        self.xla_step = self._make_xla_step() if _can_fuse(self._pool.spec) else None
 
     def reset(self) -> np.ndarray:
         """The first observations."""

@@ -8,6 +8,7 @@ Everything here copies or counts, nothing rounds: it needs no fence. So it works
 and a memory is changed where it lies, never copied.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,8 @@ class ReplayArgs(CoreArgs):
 
     @property
     def frames(self) -> int:
-        """Of the stack that an observation is; 1 where it is none."""
-        shape = self.env_spec.observation_space.shape
-        return shape[0] if len(shape) == 3 else 1
+        """Of the stack that an observation is; 1 where it is none, or kept whole."""
+        return 1
 
     @property
     def replay_bytes(self) -> int:
@@ -63,7 +63,7 @@ class ReplayArgs(CoreArgs):
         least = (1 + self.frames // self.num_steps) * self.steps_per_update
         self.check_that(
             self.buffer_size >= least,
-            f"--buffer-size {self.buffer_size} is less than one rollout of all environments; use at least {least}",
+            f"--buffer-size {self.buffer_size} must be at least {least}: whole rollouts of over {self.frames} steps",
         )
         self.check_that(self.batch_size > 0, "--batch-size must be at least 1")
         self.check_divides("num_shards", "batch_size", self.batch_size)
@@ -79,12 +79,15 @@ class ReplayArgs(CoreArgs):
 
 
 def _available_memory() -> int:
-    """Bytes that a process can have; without Linux's word for it, any number."""
-    try:
+    """Bytes that a process can have, of the machine and of its container; without Linux's word for it, any number."""
+    there = 2**63
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 2**63
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        there = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        there = min(there, limit - used)
+    return there
 
 
 class Replay(NamedTuple):
@@ -136,6 +139,10 @@ def add(replay: Replay, rollouts: Rollout, args: Any) -> Replay:
     new = (obs, begins, rollouts.action, rollouts.reward, rollouts.terminated, rollouts.valid)
     at = replay.written[0] % args.rows
     put = jax.lax.dynamic_update_slice_in_dim
+    # Before an episode's first observation there is a reset step, or environments were made anew: nothing followed.
+    last = (at - 1) % args.rows
+    cut = replay.valid[:, last] & ~rollouts.first[:, 0]
+    replay = replay._replace(valid=replay.valid.at[:, last].set(cut))
     rings = [put(ring, rows.astype(ring.dtype), at, axis=1) for ring, rows in zip(replay[:-1], new, strict=True)]
     return Replay._make([*rings, replay.written + args.num_steps])
 
