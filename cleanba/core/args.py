@@ -58,6 +58,8 @@ class MachineArgs:
     """at the end: save the parameters, evaluate them on fresh environments, draw the learning curve"""
     eval_episodes: int = 20
     """episodes of that evaluation"""
+    quiet: bool = False
+    """show neither progress nor results, only warnings and errors"""
     track: bool = False
     """log to Weights & Biases too (WANDB_MODE=offline works without a network)"""
     wandb_project_name: str = "cleanba"

@@ -23,14 +23,13 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import save_file
 
 from cleanba.core import evaluate
 from cleanba.core.actors import Collected
 from cleanba.core.args import CoreArgs
 from cleanba.core.checkpoint import Checkpoints, Snapshot, like
+from cleanba.core.display import Display
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.processes import PeerLost, Peers
 from cleanba.core.records import Records, warn
@@ -39,7 +38,6 @@ from cleanba.core.usage import usage_error
 
 WINDOW = 100  # episodes that the displayed and final return is the mean of
 WRITTEN, FAILED = 1, 2  # how a process's part of a checkpoint went
-SECONDS_BETWEEN_LINES = 10.0  # of progress, where there is no terminal for a bar
 
 
 def flatten(params: Any) -> dict[str, np.ndarray]:
@@ -87,9 +85,8 @@ class Run:
         self._last_checkpoint = time.monotonic()
         self._signal, self._signal_time, self._is_breakable = 0, 0.0, True
         self._returns: deque[float] = deque(maxlen=WINDOW)
-        self._console = Console(stderr=False, soft_wrap=True, quiet=not self._is_main)
+        self._display = Display(args.num_updates, visible=self._is_main and not args.quiet)
         self._timed_from: tuple[float, int] | None = None
-        self._last_line = 0.0
         self._last_fingerprint = ""
 
     @property
@@ -135,10 +132,10 @@ class Run:
         self.lockstep.done = self.done
         if self._is_main:
             self._open_files(config)
-        self._progress = self._make_progress()
-        self._say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
+        self._display.start(self.done)
+        self._display.say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
         if self.done:
-            self._say(f"going on after update {self.done}, step {self.global_step:,}")
+            self._display.say(f"going on after update {self.done}, step {self.global_step:,}")
 
     def _listen_to_signals(self) -> None:
         """Signals that a scheduler or a user ends a run with. Alone, it breaks off and saves what it has; several
@@ -218,20 +215,6 @@ class Run:
         except ValueError as error:
             usage_error(str(error))
 
-    def _make_progress(self) -> Progress:
-        columns = TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}")
-        progress = Progress(*columns, TimeRemainingColumn(), console=self._console, disable=not self._is_terminal)
-        progress.start()
-        self._bar = progress.add_task("", total=self.args.num_updates, completed=self.done, news="compiling")
-        return progress
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False)
-
-    @property
-    def _is_terminal(self) -> bool:
-        return self._is_main and self._console.is_terminal
-
     def _check_dir(self) -> dict[str, Any]:
         """An existing directory must be this experiment's; a finished one is left alone. Its configuration, if any."""
         if self.args.track and importlib.util.find_spec("wandb") is None:
@@ -253,7 +236,7 @@ class Run:
         if differing:
             usage_error(f"--run-dir {self.dir} holds another experiment ({'; '.join(differing)}); name another one")
         if (self.dir / "result.json").exists():
-            print(f"{self.dir} is finished: nothing to do", flush=True)
+            self._display.say(f"{self.dir} is finished: nothing to do")
             raise SystemExit(0)
         return old
 
@@ -274,12 +257,7 @@ class Run:
 
     def replayed(self, n: int) -> None:
         """Show how far the environments of a resumed run are."""
-        now = time.perf_counter()
-        news = f"replaying environments: rollout {n} of {self.done}"
-        self._progress.update(self._bar, news=news)
-        if self._is_main and not self._is_terminal and now - self._last_line > SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            print(news, flush=True)
+        self._display.replaying(n, self.done)
 
     def updates(self) -> Iterator[int]:
         """The numbers of the updates that are left, from 1."""
@@ -324,7 +302,7 @@ class Run:
                 self._records.add(record)
             self._remember(n, collected, state)
             self._save_if_due(n, collected.votes)
-            self._show(n, now)
+            self._display.show(record, self.episodic_return, self.sps)
         if signum := int(collected.votes[:, 0].max()):
             raise Interrupted(signum)
 
@@ -397,21 +375,9 @@ class Run:
         """The mean of the last episodes that ended; None before the first."""
         return float(np.mean(self._returns)) if self._returns else None
 
-    def _show(self, n: int, now: float) -> None:
-        score = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
-        news = f"{self.sps:,.0f} steps/s · return {score}"
-        self._progress.update(self._bar, completed=n, news=news)
-        if (
-            self._is_main
-            and not self._is_terminal
-            and (now - self._last_line > SECONDS_BETWEEN_LINES or n in (self.done + 1, self.args.num_updates))
-        ):
-            self._last_line = now
-            print(f"update {n}/{self.args.num_updates} · step {self.global_step:,} · {news}", flush=True)
-
     def finish(self, act: Any, params: Any) -> None:
         """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
-        self._progress.stop()
+        self._display.stop()
         with self._unbroken():
             self._save_now()
         if self.place.processes > 1:
@@ -428,10 +394,12 @@ class Run:
         if self.args.save_model:
             result |= self._save_model(act, params)
         write_json(self.dir / "result.json", result)
-        self._say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
+        self._display.say(
+            f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}"
+        )
         if self.args.save_model:
             command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
-            self._say(f"next: {command} eval {self.dir} --episodes 100")
+            self._display.say(f"next: {command} eval {self.dir} --episodes 100")
 
     def _save_model(self, act: Any, params: Any) -> dict[str, Any]:
         """Arrays and JSON, nothing that can execute; returns what the evaluation adds to the result."""
@@ -442,15 +410,15 @@ class Run:
         from cleanba.tools.plot import plot  # here, because drawing takes a second to import
 
         plot([self.dir], curve)
-        self._say(f"model in {model}, learning curve in {curve}; evaluating")
+        self._display.say(f"model in {model}, learning curve in {curve}; evaluating")
         returns = self.lockstep.call(lambda: evaluate.play(act, params, self.args, self.args.eval_episodes))
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
-        self._say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
+        self._display.say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
         return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._is_breakable = False
-        self._progress.stop()
+        self._display.stop()
         error = self.peers.cause(error) if error is not None else None
         agreed = self.place.processes == 1 or isinstance(error, Interrupted | FloatingPointError)
         if error is not None and agreed:
