@@ -46,14 +46,12 @@ class Display:
         n = record["update"]
         news = f"{sps:,.0f} steps/s · return {'-' if score is None else f'{score:.1f}'}"
         self._progress.update(self._bar, completed=n, news=news)
-        self._line(
-            f"update {n}/{self._total} · step {record['global_step']:,} · {news}",
-            always=n in (self._first, self._total),
-        )
+        place = f"step {record['global_step']:,}"
+        self._line(f"update {n}/{self._total} · {place} · {news}", always=n in (self._first, self._total))
         if self._is_live:
             losses = [f"{name[7:]} {value:.3g}" for name, value in record.items() if name.startswith("losses/")]
-            place = f"step {record['global_step']:,} · lag {record['policy_lag']} · {record['fingerprint'][:8]}"
-            self._details.plain = "\n".join([place, " · ".join(losses)])
+            version = f"lag {record['policy_lag']} · fingerprint {record['fingerprint'][:8]}"
+            self._details.plain = f"{place} · {version}\n{' · '.join(losses)}"
 
     def _line(self, line: str, always: bool = False) -> None:
         """For a log file: not more often than somebody would read it."""

@@ -394,9 +394,8 @@ class Run:
         if self.args.save_model:
             result |= self._save_model(act, params)
         write_json(self.dir / "result.json", result)
-        self._display.say(
-            f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}"
-        )
+        begins = self._last_fingerprint[:16]
+        self._display.say(f"fingerprint {begins} after {self.global_step:,} steps; files in {self.dir}")
         if self.args.save_model:
             command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
             self._display.say(f"next: {command} eval {self.dir} --episodes 100")
