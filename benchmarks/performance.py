@@ -16,15 +16,15 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 MARKS = "<!-- tables: python benchmarks/performance.py -->", "<!-- end of tables -->"
-WORKLOADS = {  # name: script, arguments, whether there are peers, updates of each part in a round
-    "cartpole": ("ppo.py", "--env-id CartPole-v1 --num-envs 64 --num-steps 128 --cpu-threads 2", True, 20),
-    "breakout-nature": ("ppo_atari.py", "--env-id Breakout-v5 --network nature --num-envs 32 --cpu-threads 2", True, 1),
-    "breakout-impala": (
-        "impala_atari.py",
-        "--env-id Breakout-v5 --num-envs 32 --num-steps 20 --cpu-threads 2",
-        False,
-        2,
+WORKLOADS = {  # name: script, arguments, what is said about peers, updates of each part in a round
+    "cartpole": ("ppo.py", "--env-id CartPole-v1 --num-envs 64 --num-steps 128 --cpu-threads 2", "--peers", 20),
+    "breakout-nature": (
+        "ppo_atari.py",
+        "--env-id Breakout-v5 --network nature --num-envs 32 --cpu-threads 2",
+        "--peers --without sbx_ppo",
+        1,
     ),
+    "breakout-impala": ("impala_atari.py", "--env-id Breakout-v5 --num-envs 32 --cpu-threads 2", "", 2),
 }
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     for name in options.workloads:
-        script, arguments, has_peers, updates = WORKLOADS[name]
+        script, arguments, peers, updates = WORKLOADS[name]
         command = [sys.executable, "-m", "cleanba.tools.cli", "bench", str(ROOT / "cleanba" / script)]
         command += [
             "--rounds",
@@ -46,7 +46,7 @@ def main() -> None:
             "--out",
             str(RESULTS / f"bench-{name}.json"),
         ]
-        command += ["--peers"] if has_peers and options.peers else []
+        command += peers.split() if options.peers else []
         subprocess.run([*command, "--", *arguments.split()], check=True)
     reports = [json.loads(path.read_text()) for name in WORKLOADS if (path := RESULTS / f"bench-{name}.json").exists()]
     tables = [line for report in reports for line in ["", *table(report)]]

@@ -102,6 +102,7 @@ class Agent(nn.Module):
         return nn.Dense(self.num_actions * self.n_atoms)(x).reshape(-1, self.num_actions, self.n_atoms)
 
 
+# same as c51.py
 def network(args: Args) -> Agent:
     """The agent's network."""
     return Agent(args.env_spec.num_actions, args.n_atoms)

@@ -32,7 +32,7 @@ class Args(ReplayArgs):
     """environment steps of the run; it is cut to whole updates"""
     num_envs: int = 8
     """environments, over all devices and processes"""
-    num_steps: int = 10
+    num_steps: int = 20
     """steps of each environment in a rollout"""
     num_shards: int = 4
     """parts that environments and gradients are computed in; the largest number of learners"""

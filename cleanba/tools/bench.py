@@ -158,6 +158,8 @@ class Bench:
     """updates of each part in a turn"""
     peers: bool = False
     """run PyTorch PPO, Stable-Baselines3 and SBX on the same work, in a virtual environment of their own"""
+    without: tuple[str, ...] = ()
+    """peers to leave out, such as sbx_ppo, which takes minutes for an update of a convolutional network on the CPU"""
     out: Path | None = None
     """write the figures to this file, as JSON"""
 
@@ -175,7 +177,7 @@ class Bench:
                 usage_error(f"topology {first.layout}: one process is measured; use -d1")
             updates = WARM_UP + self.rounds * (self.updates + 2) + 1  # the last rollout is only collected
             args = parse(module.Args, [*arguments, "--total-timesteps", str(updates * first.steps_per_update)])
-            others = peers_for(args) if self.peers else []
+            others = [peer for peer in peers_for(args) if peer.name not in self.without] if self.peers else []
             figures = self._measure(module, args, others)
         report = summarize(figures, self.updates * args.steps_per_update)
         report |= {"script": self.script.name, "arguments": list(self.arguments), "topology": str(args.layout)}
