@@ -75,6 +75,7 @@ class Agent(nn.Module):
         return nn.Dense(self.num_actions)(x)
 
 
+# same as ppo.py
 def network(args: Args) -> Agent:
     """The agent's network."""
     return Agent(args.env_spec.num_actions)
