@@ -29,6 +29,4 @@ class Completion:
 
         commands = {name: getattr(importlib.import_module(module), cls) for name, (module, cls, _) in COMMANDS.items()}
         with contextlib.suppress(SystemExit):  # tyro leaves when it has printed
-            tyro.extras.subcommand_cli_from_dict(
-                commands, prog="cleanba", args=["--tyro-print-completion", self.shell]
-            )
+            tyro.extras.subcommand_cli_from_dict(commands, prog="cleanba", args=["--tyro-print-completion", self.shell])

@@ -100,7 +100,8 @@ def find_devices() -> Iterator[Finding]:
     for device in jax.local_devices():
         with jax.default_device(device):
             right = float(jax.numpy.arange(8.0).sum()) == 28.0
-        yield Finding("ok" if right else "broken", "JAX device", f"{device.id}: {device.platform}, {device.device_kind}")
+        name = f"{device.id}: {device.platform}, {device.device_kind}"
+        yield Finding("ok" if right else "broken", "JAX device", name)
     if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":
         yield Finding("lacking", "GPU", "nvidia-smi is here, but JAX computes on the CPU: pip install 'cleanba[cuda]'")
 
@@ -127,7 +128,7 @@ def find_environments() -> Iterator[Finding]:
 def find_programs() -> Iterator[Finding]:
     """Programs that some tools call."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    yield Finding("ok" if browser else "lacking", "Chromium", browser or "not found; only to make pictures of web pages")
+    yield Finding("ok" if browser else "lacking", "Chromium", browser or "not found; only for pictures of web pages")
     ffmpeg = shutil.which("ffmpeg")
     if ffmpeg is None and importlib.util.find_spec("imageio_ffmpeg"):
         import imageio_ffmpeg
