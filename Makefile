@@ -35,7 +35,7 @@ bench: $(STAMP)  ## measure how fast it trains, beside other people's PPO (about
 
 docs: $(STAMP)  ## build the site of docs/ into site/; open site/index.html
 	$(BIN)/python docs/diffs.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)  ## apply the formatter and the linter's safe fixes
 	$(BIN)/ruff format .

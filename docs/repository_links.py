@@ -1,7 +1,7 @@
 """Links from docs/ to other files of the repository, such as ../cleanba/ppo.py, work on GitHub as they are.
 
-For the site, mkdocs.yml names this file as a hook: what such links lead to is put below repository/ (Markdown as a page,
-source code as a page that shows it, anything else as it is), and the links are changed accordingly.
+For the site, mkdocs.yml names this file as a hook: what such links lead to is put below repository/ (Markdown as it is,
+source code as a page that shows it, anything else as a file), and the links are changed accordingly.
 """
 
 import posixpath

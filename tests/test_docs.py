@@ -1,10 +1,11 @@
 """Documents say what is so: links, commands, defaults, metrics and diffs; the site, the examples, the templates."""
 
 import importlib
+import itertools
 import json
 import re
-import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,22 +14,27 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
 import yaml
-from sessions import ROOT, SMALL
+from safetensors.numpy import save_file
+from sessions import ROOT
+from synthetic import params_of
 
 import cleanba
+from cleanba import ppo
 from cleanba.core.actors import Collector
 from cleanba.core.args import INSTEAD
-from cleanba.core.evaluate import algorithm
+from cleanba.core.evaluate import algorithm, experiment_args
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.processes import Place
 from cleanba.core.rollout import EnvStep, Rollout
-from cleanba.core.seeding import Role, key
+from cleanba.core.run import flatten
+from cleanba.core.seeding import Role
 from cleanba.core.shards import Learner
 from cleanba.core.usage import read
 from cleanba.tools.cli import COMMANDS
@@ -97,13 +103,13 @@ def commands(text: str) -> Iterator[tuple[str, list[str], list[str]]]:
         folders = [word.partition("=")[2] for word in found if word.startswith("PYTHONPATH=")]
         while found and re.match(r"\w+=|source$|taskset$|-c$|0$", found[0]):
             found.pop(0)
-        scripts = [i for i, word in enumerate(found) if re.fullmatch(r"(cleanba|examples|benchmarks)/\w+\.py", word)]
-        start = next((i for i in scripts if found[i - 1].endswith("python")), None)
-        end = next((i for i, word in enumerate(found) if re.match(r"[&|;$]", word)), len(found))
-        if start is not None and start < end:
-            yield found[start], found[start + 1 : end], folders
+        named = [i for i, word in enumerate(found) if re.fullmatch(r"(cleanba|examples|benchmarks)/\w+\.py", word)]
+        start = next((i for i in named if found[i - 1].endswith("python")), 0)
+        rest = [*itertools.takewhile(lambda word: not re.match(r"[&|;$]", word), found[start + 1 :])]
+        if start:
+            yield found[start], rest, folders
         elif found and found[0].removeprefix(".venv/bin/") == "cleanba":
-            yield "cleanba", found[1:end], folders
+            yield "cleanba", rest, folders
         elif found[:2] == ["make", "train"]:
             yield "cleanba/ppo.py", [w for word in found[2:] for w in word.removeprefix("ARGS=").split()], folders
 
@@ -138,7 +144,7 @@ def status(program: str, argv: list[str]) -> object:
     try:
         check_command(argv) if program == "cleanba" else check_script(program, argv)
     except SystemExit as error:
-        return error.code
+        return error.code or 0
     return 0
 
 
@@ -260,24 +266,9 @@ def documented(name: str) -> set[str]:
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
 
 
-@pytest.fixture(scope="module")
-def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run with a model, as a script does it, but in this process."""
-    run = tmp_path_factory.mktemp("docs") / "runs" / "ppo"
-    train("cleanba/ppo.py", f"{SMALL} --total-timesteps 1280 --save-model --eval-episodes 1 --run-dir {run}")
-    return run
-
-
-def train(script: str, arguments: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script, *arguments.split()])
-        patch.syspath_prepend((ROOT / script).parent)
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
 @EACH_ALGORITHM
-def test_every_metric_is_on_the_algorithms_page_and_no_other(name: str, ppo_run: Path) -> None:
-    records = map(json.loads, (ppo_run / "metrics.jsonl").read_text().splitlines())
+def test_every_metric_is_on_the_algorithms_page_and_no_other(name: str, reference: Path) -> None:
+    records = map(json.loads, (reference / "metrics.jsonl").read_text().splitlines())
     of_every_run = set().union(*records) - named_by("ppo")
     page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
     assert documented(name) - of_every_run == named_by(name)
@@ -295,69 +286,67 @@ def test_diffs_are_up_to_date() -> None:
         assert page.read_text() == diffs.with_diffs(page.read_text()), "run: python docs/diffs.py"
 
 
-@pytest.fixture
-def masked() -> Any:
-    return algorithm("", str(ROOT / "examples" / "ppo_masked.py"))
-
-
-def test_a_masked_policy_takes_no_forbidden_action(masked: Any) -> None:
+def test_a_masked_policy_takes_no_forbidden_action() -> None:
+    masked: Any = algorithm("", str(ROOT / "examples" / "ppo_masked.py"))
     args = masked.Args(num_envs=32, num_shards=1, num_steps=20)
-    params = masked.init(key(1, Role.INIT), args).params
+    params = params_of(masked, args)
     collector = Collector(masked.act, params, args, [0], jax.local_devices()[0], Role.ACT)
     [(rollout, _, _)] = collector.collect(params, 1)
     collector.close()
     rollout = jax.device_get(rollout)
+    ends = rollout.obs[:-1][~rollout.valid]
+    assert len(ends) > 0
+    assert not ends[:, 0].any()  # at the end nothing is allowed, and yet the gradient is finite
     t, b = np.nonzero(rollout.valid)
-    assert (~rollout.valid).any()  # episodes ended, and at their end nothing is allowed
-    assert not rollout.obs[:-1][~rollout.valid][:, 0].any()
     assert rollout.obs[t, b, 0, rollout.action[t, b]].all()
-    assert (rollout.reward[rollout.valid] == 1).all()
-    batch = masked.prepare(params, rollout, args)
-    (value, _), grads = jax.value_and_grad(masked.loss, has_aux=True)(params, batch, args)
-    assert all(np.isfinite(x).all() for x in [value, *jax.tree.leaves(grads)])
+    assert (rollout.reward[t, b] == 1).all()
+
+    @jax.jit
+    def gradient(params: Any) -> Any:
+        return jax.grad(masked.loss, has_aux=True)(params, masked.prepare(params, rollout, args), args)
+
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient(params)))
 
 
-def test_four_queens_can_follow_any_first_one() -> None:
-    queens = algorithm("", str(ROOT / "examples" / "queens.py"))
+def test_four_queens_can_follow_any_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    env: Any = gymnasium.make("queens:Queens-v0").unwrapped
 
-    def most(env: Any, placed: int) -> int:
-        free, board = env._free.copy(), env._queens.copy()
-        best = placed
+    def most(free: np.ndarray) -> int:
+        """Queens that fit on these squares."""
+        best = 0
         for square in np.nonzero(free)[0]:
-            env._free, env._queens = free.copy(), board.copy()
+            env._free = free.copy()
             env._put(int(square))
-            best = max(best, most(env, placed + 1))
+            best = max(best, 1 + most(env._free))
         return best
 
+    env.reset(seed=1)
     for first in range(25):
-        env = queens.Queens()
-        env._free, env._queens = np.ones(25, bool), np.zeros(25, bool)
+        env._free = np.ones(25, bool)
         env._put(first)
-        assert most(env, 0) == 4
+        assert most(env._free) == 4
 
 
-def test_the_masked_example_runs_on_the_core(tmp_path: Path) -> None:
-    train("examples/ppo_masked.py", f"{SMALL} --total-timesteps 640 --topology a0-l1,2 --run-dir {tmp_path / 'run'}")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"] == "ppo_masked"
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["updates"] == 5
-
-
-def test_the_notebook_reads_a_run(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_reads_a_run(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "runs" / "ppo"
+    shutil.copytree(reference, run)
+    config = json.loads((run / "config.json").read_text())
+    (run / "model").mkdir()
+    save_file(flatten(params_of(ppo, experiment_args(ppo, config["experiment"]))), run / "model" / "params.safetensors")
+    (run / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path / "examples")
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    notebook = json.loads((ROOT / "examples" / "read_a_run.ipynb").read_text())
-    (ppo_run.parent.parent / "examples").mkdir()
-    monkeypatch.chdir(ppo_run.parent.parent / "examples")
     space: dict[str, Any] = {}
-    for cell in notebook["cells"]:
+    for cell in json.loads((ROOT / "examples" / "read_a_run.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
             exec("".join(cell["source"]), space)
     assert space["run"].name == "ppo"
-    assert len(plt.get_fignums()) == 2
+    assert len(space["plt"].get_fignums()) == 2
     assert space["acted"].action.shape == (8,)
-    plt.close("all")
+    space["plt"].close("all")
 
 
 # The site

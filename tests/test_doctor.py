@@ -21,7 +21,7 @@ def states(findings: Any) -> dict[str, str]:
 def test_everything_that_training_needs_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--runs", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
-    for what in ("Python", "cores", "memory", "jax ", "JAX device", "CartPole-v1", "Pong-v5", "extra video", "cache"):
+    for what in ("Python", "cores", "memory", "jax ", "JAX device", "CartPole-v1", "Pong-v5", "extra docs", "cache"):
         assert what in said
     assert said.splitlines()[-1] == "everything that training needs is here"
     assert list(tmp_path.iterdir()) == []  # it only looked
@@ -101,11 +101,12 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "bash"])
     (tmp_path / "completion").write_text(capsys.readouterr().out)
-    ask = (
-        'source "$1"; PATH="$2:$PATH"; COMP_WORDS=(cleanba launch --tasks); COMP_CWORD=2; COMP_LINE="cleanba launch --tasks";'
-        ' COMP_POINT=${#COMP_LINE}; $(complete -p cleanba | sed "s/.*-F \\([^ ]*\\).*/\\1/") cleanba --tasks launch;'
-        ' echo "${COMPREPLY[@]}"'
-    )
+    ask = """
+        source "$1"; PATH="$2:$PATH"
+        COMP_LINE="cleanba launch --tasks"; COMP_WORDS=($COMP_LINE); COMP_CWORD=2; COMP_POINT=${#COMP_LINE}
+        function=$(complete -p cleanba | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        $function cleanba --tasks launch; echo "${COMPREPLY[@]}"
+    """
     command = ["bash", "-c", ask, "bash", str(tmp_path / "completion"), str(Path(sys.executable).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--tasks-per-node" in done.stdout, done.stderr
