@@ -13,8 +13,8 @@ BLOCK = re.compile(r"(<!-- diff: (\S+) (\S+) -->\n).*?(<!-- end of diff -->)", r
 
 def diff(before: str, after: str) -> str:
     """What `diff -u` says of two files, without their times."""
-    lines = [(ROOT / path).read_text().splitlines(keepends=True) for path in (before, after)]
-    return "".join(difflib.unified_diff(*lines, before, after))
+    old, new = ((ROOT / path).read_text().splitlines(keepends=True) for path in (before, after))
+    return "".join(difflib.unified_diff(old, new, before, after))
 
 
 def with_diffs(text: str) -> str:

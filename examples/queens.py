@@ -44,4 +44,4 @@ class Queens(gymnasium.Env):
         return np.stack([self._free, self._queens]).astype(np.float32)
 
 
-gymnasium.register("Queens-v0", Queens)
+gymnasium.register("Queens-v0", "queens:Queens")

@@ -359,9 +359,9 @@ def test_the_site_is_built_without_a_warning_and_needs_no_network(tmp_path: Path
     for page in ("index", "concepts", "algorithms/ppo", "repository/CONTRIBUTING", "repository/cleanba/ppo.py"):
         assert (tmp_path / f"{page}.html").is_file(), page
     assert 'href="repository/cleanba/core/shards.py.html"' in (tmp_path / "concepts.html").read_text()
-    for page in tmp_path.rglob("*.html"):
-        loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]+(?:src|href)="?(https?:[^" >]+)', page.read_text())
-        assert loaded == [], page
+    for built in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]+(?:src|href)="?(https?:[^" >]+)', built.read_text())
+        assert loaded == [], built
     for style in tmp_path.rglob("*.css"):
         assert not re.search(r"@import|url\(\W?https?:", style.read_text()), style
 

@@ -3,6 +3,7 @@
 Run:  cleanba doctor
 """
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -131,9 +132,7 @@ def find_programs() -> Iterator[Finding]:
     yield Finding("ok" if browser else "lacking", "Chromium", browser or "not found; only for pictures of web pages")
     ffmpeg = shutil.which("ffmpeg")
     if ffmpeg is None and importlib.util.find_spec("imageio_ffmpeg"):
-        import imageio_ffmpeg
-
-        ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+        ffmpeg = importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe()
     how = "not found; only for videos: pip install 'cleanba[video]'"
     yield Finding("ok" if ffmpeg else "lacking", "ffmpeg", ffmpeg or how)
 
