@@ -63,6 +63,7 @@ class TestPackages:
             "flax>=0.12",
             "pywin32>=1; sys_platform == 'nowhere'",
             "optuna>=4; extra == 'tune'",
+            "pygame>=2; extra == 'tune' and sys_platform == 'nowhere'",
             "jax[cuda12]>=0.4; extra == 'cuda'",
         ],
         "jax": ["jaxlib", "nvidia-cudnn; extra == 'cuda12'"],

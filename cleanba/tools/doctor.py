@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -62,17 +63,19 @@ def find_packages() -> Iterator[Finding]:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             fits, installed = _look_up(requirement)
             yield Finding("ok" if fits else "broken", requirement.name, installed)
-    extras: dict[str, list[Requirement]] = {}
-    for requirement in requirements:
-        if requirement.marker is not None and "extra ==" in str(requirement.marker):
-            name = str(requirement.marker).split("extra ==")[1].strip(" '\"")
-            extras.setdefault(name, []).append(requirement)
-    for name, wanted in extras.items():
+    for name in dict.fromkeys(re.findall(r'extra == "([^"]+)"', " ".join(str(r.marker) for r in requirements))):
+        wanted = _of_extra(requirements, name)
         looked_up = [_look_up(requirement) for requirement in wanted]
         has_all = all(fits for fits, _ in looked_up)
         found = ", ".join(f"{r.name} {text}" for r, (_, text) in zip(wanted, looked_up, strict=True))
         how = "" if has_all else f"; pip install 'cleanba[{name}]'"
         yield Finding("ok" if has_all else "lacking", f"extra {name}", found + how)
+
+
+def _of_extra(requirements: list[Requirement], extra: str) -> list[Requirement]:
+    """What this extra asks for on this machine."""
+    own = [r for r in requirements if r.marker is not None and f'extra == "{extra}"' in str(r.marker)]
+    return [r for r in own if r.marker is not None and r.marker.evaluate({"extra": extra})]
 
 
 def _look_up(requirement: Requirement) -> tuple[bool, str]:
@@ -89,9 +92,8 @@ def _look_up(requirement: Requirement) -> tuple[bool, str]:
 
 def _has_extra(package: str, extra: str) -> bool:
     """Whether all that an extra of a package asks for is installed."""
-    lines = [Requirement(line) for line in requires(package) or []]
-    own = [line for line in lines if line.marker and f'extra == "{extra}"' in str(line.marker)]
-    return all(_look_up(line)[0] for line in own if line.marker and line.marker.evaluate({"extra": extra}))
+    requirements = [Requirement(line) for line in requires(package) or []]
+    return all(_look_up(requirement)[0] for requirement in _of_extra(requirements, extra))
 
 
 def find_devices() -> Iterator[Finding]:
