@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: help setup train test bench lock format clean
+.PHONY: help setup train test bench docs lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): .*## /\1	/' | expand -t 10
@@ -32,6 +32,10 @@ test: $(STAMP)  ## lint, format check, type check, tests
 
 bench: $(STAMP)  ## measure how fast it trains, beside other people's PPO (about half an hour); makes the tables of docs/performance.md
 	$(BIN)/python benchmarks/performance.py $(ARGS)
+
+docs: $(STAMP)  ## build the site of docs/ into site/; open site/index.html
+	$(BIN)/python docs/diffs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)  ## apply the formatter and the linter's safe fixes
 	$(BIN)/ruff format .

@@ -162,6 +162,14 @@ class TestSlurm:
         assert not sbatch.exists()
         assert capsys.readouterr().out == f"wrote {the_job()}; to start it: sbatch {the_job()}\n"
 
+    def test_an_environment_beside_the_script_is_found(self, programs, monkeypatch):
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        register = "import gymnasium; gymnasium.register('Mine-v0', 'gymnasium.envs.classic_control:CartPoleEnv')"
+        (programs / "envs_of_mine.py").write_text(register)
+        (programs / "ppo_of_mine.py").write_text("from cleanba.ppo import Args")
+        argv = [programs / "ppo_of_mine.py", "--on", "slurm", "--dry-run", "--", "--env-id", "envs_of_mine:Mine-v0"]
+        assert launch(*argv) == 0
+
     def test_without_slurm_here(self, programs, capsys):
         assert launch(PPO, "--on", "slurm", "--dry-run") == 0
         assert "(not on this machine)" in capsys.readouterr().out

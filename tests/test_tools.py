@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cleanba.tools.cli import COMMANDS, main
+from cleanba.tools.cli import COMMANDS, WIDTH, main
 from cleanba.tools.plot import labels, plot, read_curve, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -271,7 +271,7 @@ def test_help_lists_the_commands_and_needs_neither_jax_nor_matplotlib(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     done = subprocess.run([sys.executable, "-c", code, a, b], capture_output=True, text=True, check=True)
     for name in COMMANDS:
-        assert f"\n  {name:7}  " in done.stdout
+        assert f"\n  {name:{WIDTH}}  " in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 
 

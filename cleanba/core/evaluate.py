@@ -69,6 +69,7 @@ def algorithm(name: str, script: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(Path(script).stem, script)
         if spec is None or spec.loader is None or not Path(script).exists():
             usage_error(f"--script {script} is not a Python file")
+        sys.path.insert(0, str(Path(script).parent))  # where Python looks first when it runs a script
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

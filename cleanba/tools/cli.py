@@ -13,12 +13,15 @@ COMMANDS = {
     "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
     "bench": ("cleanba.tools.bench", "Bench", "measure how fast a workload trains, and what limits it"),
     "launch": ("cleanba.tools.launch", "Launch", "start a run here, or as a job of Slurm or Kubernetes"),
+    "doctor": ("cleanba.tools.doctor", "Doctor", "say what this machine has for training, and what it lacks"),
+    "completion": ("cleanba.tools.completion", "Completion", "print what makes bash or zsh complete this command"),
 }
+WIDTH = max(map(len, COMMANDS))
 HELP = "\n".join(
     [
         "usage: cleanba COMMAND ...  (cleanba COMMAND --help says more)",
         "",
-        *(f"  {name:7}  {summary}" for name, (_, _, summary) in COMMANDS.items()),
+        *(f"  {name:{WIDTH}}  {summary}" for name, (_, _, summary) in COMMANDS.items()),
         "",
         "To train, run an algorithm's file: python cleanba/ppo.py --help",
     ]

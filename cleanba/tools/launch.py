@@ -100,9 +100,7 @@ def read_script(script: Path, argv: Sequence[str]) -> Any:
     """The script's arguments, checked as it does itself: no job should wait in a queue only to be refused."""
     from cleanba.core.evaluate import algorithm  # here, because importing JAX takes a second
 
-    sys.path.insert(0, str(script.parent))  # where Python looks first when it runs a script
     module = algorithm("", str(script))
-    sys.path.pop(0)
     if not hasattr(module, "Args"):
         usage_error(f"{script} has no class Args; name an algorithm's file, such as cleanba/ppo.py")
     return read(module.Args, list(argv)).check()

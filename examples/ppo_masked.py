@@ -1,0 +1,241 @@
+"""PPO that never takes an action the environment forbids (Huang and Ontañón 2022, arXiv:2006.14171).
+
+Differs from cleanba/ppo.py: the first row of an observation says which actions are allowed.
+Run:       python examples/ppo_masked.py
+Expect:    4 of 4 queens after 100,000 steps, in about half a minute on two cores
+Read next: queens.py (the environment), docs/your-own-algorithm.md (what was changed, and why)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen.initializers import constant, orthogonal
+
+from cleanba.core.actors import Actors
+from cleanba.core.args import CoreArgs, parse
+from cleanba.core.rollout import Acted, EnvStep, Rollout
+from cleanba.core.run import Run
+from cleanba.core.shards import Learner, State, accumulate, each_shard, total
+
+
+@dataclass(frozen=True)
+class Args(CoreArgs):
+    """PPO with invalid action masking."""
+
+    env_id: str = "queens:Queens-v0"
+    """the environment: one of EnvPool's, or a registered Gymnasium environment (also as module:Name-v0)"""
+    total_timesteps: int = 100_000
+    """environment steps of the run; it is cut to whole updates"""
+    num_envs: int = 64
+    """environments, over all devices and processes"""
+    num_steps: int = 32
+    """steps of each environment in a rollout"""
+    learning_rate: float = 2.5e-3
+    """step size of Adam"""
+    anneal_lr: bool = True
+    """let the step size fall linearly to zero over the run"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches of an epoch"""
+    gradient_accumulation_steps: int = 1
+    """parts that a minibatch's gradient is added up from, to save memory; the result is the same but for rounding"""
+    update_epochs: int = 4
+    """times that each rollout is gone through"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """how far the probability ratio may move"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of a gradient"""
+
+    def check(self) -> Self:
+        """Rows of a shard go evenly into the minibatches and their parts."""
+        super().check()
+        self.check_that(self.update_epochs > 0, "--update-epochs must be at least 1")
+        rows, parts = self.envs_per_shard * self.num_steps, self.num_minibatches * self.gradient_accumulation_steps
+        self.check_parts(rows, parts)
+        self.check_discrete()
+        shape, num_actions = self.env_spec.observation_space.shape, self.env_spec.num_actions
+        fits = len(shape) == 2 and shape[1] == num_actions
+        self.check_that(fits, f"--env-id {self.env_id}: shows {shape}, but needs rows of {num_actions}, the mask first")
+        return self
+
+
+class Agent(nn.Module):
+    """Two separate networks of two layers each, the policy's masked."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logits [B, A] and values [B] of observations [B, ...]."""
+        x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
+
+        def mlp(out: int, scale: float) -> jax.Array:
+            h = x
+            for _ in range(2):
+                h = nn.tanh(nn.Dense(64, kernel_init=orthogonal(jnp.sqrt(2)), bias_init=constant(0))(h))
+            return nn.Dense(out, kernel_init=orthogonal(scale), bias_init=constant(0))(h)
+
+        # Not minus infinity: at the end no action may be allowed, and the row's weight of 0 would not undo a NaN.
+        logits = jnp.where(obs[:, 0] > 0, mlp(self.num_actions, 0.01), -1e9)
+        return logits, mlp(1, 1.0)[:, 0]
+
+
+def network(args: Args) -> Agent:
+    """The agent's network."""
+    return Agent(args.env_spec.num_actions)
+
+
+def optimizer(args: Args) -> optax.GradientTransformation:
+    """Adam, its step size falling after each update, not within one."""
+
+    def learning_rate(step: jax.Array) -> jax.Array:
+        done = step // (args.num_minibatches * args.update_epochs) / args.num_updates
+        return args.learning_rate * (1.0 - done * args.anneal_lr)
+
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=learning_rate, eps=1e-5)
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adam)
+
+
+def init(key: jax.Array, args: Args) -> State:
+    """The first parameters and optimizer state."""
+    obs = jnp.zeros((1, *args.env_spec.observation_space.shape), args.env_spec.observation_space.dtype)
+    params = network(args).init(key, obs)
+    return State(params, optimizer(args).init(params))
+
+
+def act(params: Any, step: EnvStep, carry: Any, key: jax.Array, args: Args) -> Acted:
+    """Sample an action for each of a shard's B environments."""
+    logits, value = network(args).apply(params, step.obs)
+    action = jax.random.categorical(key, logits)  # [B]
+    return Acted(action, carry, {"logprob": log_prob(logits, action), "value": value})
+
+
+def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
+    """The log-probability of each action, [..., A] and [...] -> [...]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
+
+
+def targets(rollout: Rollout, value: jax.Array, args: Args) -> tuple[jax.Array, jax.Array]:
+    """Generalized advantages and value targets [T, B], from values [T + 1, B]; Schulman et al. 2016, eq. 16.
+
+    An end cuts the sum; a terminated step bootstraps from nothing, a truncated one from what followed it.
+    """
+    ended = rollout.terminated | rollout.truncated
+    delta = rollout.reward + args.gamma * ~rollout.terminated * value[1:] - value[:-1]
+
+    def back(following: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        delta, ended = row
+        advantage = delta + args.gamma * args.gae_lambda * ~ended * following
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(back, jnp.zeros_like(delta[0]), (delta, ended), reverse=True)
+    return advantage, advantage + value[:-1]
+
+
+class Batch(NamedTuple):
+    """Rows to learn from, in any order."""
+
+    obs: jax.Array  # [N, ...]
+    action: jax.Array
+    logprob: jax.Array
+    advantage: jax.Array
+    target: jax.Array
+    weight: jax.Array  # 0 on reset steps; sums to 1 over all shards of a minibatch
+
+
+def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
+    """One shard's rollout as T * B rows."""
+    _, last_value = network(args).apply(params, rollout.obs[-1])
+    value = jnp.concatenate([rollout.extras["value"], last_value[None]])  # [T + 1, B]
+    advantage, target = targets(rollout, value, args)
+    rows = (rollout.obs[:-1], rollout.action, rollout.extras["logprob"], advantage, target, rollout.valid)
+    return Batch(*(x.reshape(-1, *x.shape[2:]) for x in rows))
+
+
+def normalize(batch: Batch, args: Args) -> Batch:
+    """Weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards of a minibatch."""
+    count = jnp.maximum(1.0, total(each_shard(lambda batch: jnp.sum(batch.weight, dtype=jnp.float32), batch)))
+    mean = total(each_shard(lambda batch: jnp.sum(batch.weight * batch.advantage), batch)) / count
+    deviation = total(each_shard(lambda batch: jnp.sum(batch.weight * (batch.advantage - mean) ** 2), batch))
+
+    def one_shard(batch: Batch) -> Batch:
+        advantage = (batch.advantage - mean) / (jnp.sqrt(deviation / count) + 1e-8)
+        advantage = advantage if args.norm_adv else batch.advantage
+        return batch._replace(advantage=advantage, weight=batch.weight / count)
+
+    return each_shard(one_shard, batch)
+
+
+def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One shard's part of a minibatch's loss: weighted sums, which add up to means over all shards."""
+    logits, value = network(args).apply(params, batch.obs)
+    log_ratio = log_prob(logits, batch.action) - batch.logprob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    log_probs = jax.nn.log_softmax(logits)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(batch.weight * x)
+
+    policy_loss = mean(-jnp.minimum(ratio * batch.advantage, clipped * batch.advantage))
+    value_loss = 0.5 * mean((value - batch.target) ** 2)
+    entropy = mean(-jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": mean((ratio - 1) - log_ratio),
+        "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
+    }
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, metrics
+
+
+def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tuple[State, dict[str, jax.Array]]:
+    """Several epochs of minibatches, each drawn evenly from every shard."""
+    batch = each_shard(partial(prepare, state.params, args=args), rollouts)  # [S / L, N, ...]
+    parts = (args.num_minibatches, args.gradient_accumulation_steps, -1)
+
+    def minibatch(state: State, index: jax.Array) -> tuple[State, dict]:
+        drawn = each_shard(lambda batch, index: jax.tree.map(lambda x: x[index], batch), batch, index)
+        drawn = normalize(drawn, args)
+        gradient = partial(jax.grad(partial(loss, args=args), has_aux=True), state.params)
+        grads, metrics = total(each_shard(partial(accumulate, gradient), drawn))
+        step, opt_state = optimizer(args).update(grads, state.opt_state)
+        metrics["charts/learning_rate"] = opt_state[1].hyperparams["learning_rate"]
+        return State(optax.apply_updates(state.params, step), opt_state), metrics
+
+    def epoch(state: State, number: jax.Array) -> tuple[State, dict]:
+        def shuffled(key: jax.Array) -> jax.Array:
+            return jax.random.permutation(jax.random.fold_in(key, number), batch.weight.shape[1]).reshape(parts)
+
+        return jax.lax.scan(minibatch, state, jnp.moveaxis(each_shard(shuffled, keys), 1, 0))
+
+    return jax.lax.scan(epoch, state, jnp.arange(args.update_epochs))
+
+
+if __name__ == "__main__":
+    args = parse(Args)
+    with Run(args) as run, Actors(act, run) as actors:
+        learn = Learner(update, run)
+        state = learn.init(init)
+        actors.publish(run.done + 1, state.params)
+        for n in run.updates():
+            rollouts = actors.collect(n)
+            state, metrics = learn(state, rollouts, n)
+            actors.publish(n + 1, state.params)
+            run.log(n, metrics, rollouts, state)
+        run.finish(act, state.params)
