@@ -12,13 +12,15 @@ COMMANDS = {
     "fork": ("cleanba.tools.fork", "Fork", "start a new run from a checkpoint, with other arguments"),
     "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
     "bench": ("cleanba.tools.bench", "Bench", "measure how fast a workload trains, and what limits it"),
+    "benchmark": ("cleanba.tools.benchmark", "Benchmark", "train on several environments with several seeds"),
+    "tune": ("cleanba.tools.tune", "Tune", "search for hyper-parameters over several environments"),
     "launch": ("cleanba.tools.launch", "Launch", "start a run here, or as a job of Slurm or Kubernetes"),
 }
 HELP = "\n".join(
     [
         "usage: cleanba COMMAND ...  (cleanba COMMAND --help says more)",
         "",
-        *(f"  {name:7}  {summary}" for name, (_, _, summary) in COMMANDS.items()),
+        *(f"  {name:9}  {summary}" for name, (_, _, summary) in COMMANDS.items()),
         "",
         "To train, run an algorithm's file: python cleanba/ppo.py --help",
     ]
