@@ -12,7 +12,7 @@ from typing import Any
 
 import optuna
 import pytest
-from sessions import ENV, OFTEN, ROOT, SMALL, STARTED, assert_same, end, wait_for, wait_for_updates
+from sessions import ENV, OFTEN, ROOT, SMALL, STARTED, assert_same, checkpoints, end, wait_for
 from test_launch import directives, fake, run_job
 
 from cleanba.core import envs
@@ -265,7 +265,7 @@ class TestEnds:
         options = ["--script", "ppo.py", "--run-dir", "out", "--env-ids", CARTPOLE, "--num-seeds", 1]
         arguments = ["--", *SMALL.split(), *OFTEN.split()]
         process = self.start(*options, *arguments)
-        wait_for_updates(run, process, 10)
+        wait_for(lambda: checkpoints(run), process)
         [child] = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
         process.kill()
         end(process, -signal.SIGKILL)
@@ -273,7 +273,7 @@ class TestEnds:
         STARTED.append(watch)
         end(watch, 0)
         assert not (run / "result.json").exists()
-        end(self.start(*options, *arguments), 0)
+        assert cleanba("benchmark", *options, *arguments) == 0
         assert_same(run, reference)
         assert "going on after update" in run.with_name(f"{run.name}.log").read_text()
 
@@ -507,9 +507,8 @@ class TestTune:
     def test_an_interrupted_trial_goes_on(self, work):
         assert self.tune("--num-trials", 1) == 0
         study = self.study()
-        space = {"learning_rate": optuna.distributions.CategoricalDistribution([0.2, 0.6])}
         study.enqueue_trial({"learning_rate": 0.6})
-        broken = study.ask(space)
+        broken = study.ask({"learning_rate": optuna.distributions.CategoricalDistribution([0.2, 0.6])})
         broken.report(0.5, 0)
         assert self.tune("--num-trials", 2) == 0
         assert [trial.state.name for trial in self.study().trials] == ["COMPLETE", "COMPLETE"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from cleanba.core.run import write_json
 from cleanba.core.usage import usage_error
-from cleanba.tools.grid import Grid, Job, Workers, find_script, hold, markdown, ranges, show_failures
+from cleanba.tools.grid import Ended, Grid, Job, Workers, find_script, hold, markdown, ranges, show_failures
 from cleanba.tools.launch import SBATCH, check_plain, directives
 
 # What a template of CleanRL's `cleanrl_utils.benchmark` says, with what `cleanba launch` adds for preempted jobs.
@@ -185,13 +185,12 @@ class Benchmark(Grid):
         print("\n".join(f"worker {i}: {share}" for i, share in enumerate(shares)), end="\n" if shares else "")
 
     def _run(self, folder: Path, jobs: Sequence[Job], shares: Sequence[Any]) -> int:
-        failures = []
+        failures: list[Ended] = []
         with hold(folder), Workers(shares) as workers:
             for ended in workers.run([job for job in jobs if job.result is None]):
                 self._write(folder, jobs)
-                if ended.failed and not workers.signal:
-                    failures.append(ended)
-                how = "FAILED   " if ended in failures else "stopped  " if ended.failed else "finished "
+                how = "finished " if not ended.failed else "stopped  " if workers.signal else "FAILED   "
+                failures += [ended] * (how == "FAILED   ")
                 done = sum(job.result is not None for job in jobs)
                 print(
                     f"{how} {ended.job.run_dir.name} after {ended.seconds:,.0f} s ({done} of {len(jobs)})", flush=True

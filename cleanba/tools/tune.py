@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from cleanba.tools.fork import flags
 from cleanba.tools.grid import Ended, Grid, Job, Workers, hold, markdown, show_failures
 from cleanba.tools.runs import metrics_so_far
 
-AGGREGATIONS = {"average": np.mean, "median": np.median, "max": np.max, "min": np.min}
+AGGREGATIONS: dict[str, Callable[..., Any]] = {"average": np.mean, "median": np.median, "max": np.max, "min": np.min}
 PARTS = 10  # of a run, at whose ends trials are compared
 SHOWN = 10  # best trials in the table
 
@@ -251,7 +251,7 @@ class Tune(Grid):
             usage_error("--search names an argument twice; list all its values in one place")
         return found
 
-    def score(self, returns: dict[int, Sequence[float | None]]) -> float | None:
+    def score(self, returns: Mapping[int, Sequence[float | None]]) -> float | None:
         """Of the returns of all environments by seed; None if one is missing."""
         if any(value is None for own in returns.values() for value in own):
             return None
