@@ -188,7 +188,7 @@ class TestBenchmark:
         command = "python other/stub.py --learning-rate 0.5 --exp-name 'a b'"
         assert cleanba("benchmark", "--command", command, *options) == 0
         run = work / "runs" / "benchmark" / "a-b" / f"{CARTPOLE}__a-b__5"
-        where = ["--env-id", CARTPOLE, "--seed", "5", "--run-dir", str(run)]
+        where = ["--env-id", CARTPOLE, "--seed", "5", "--run-dir", str(run.relative_to(work))]
         assert sessions(run)[0]["argv"] == ["--learning-rate", "0.5", "--exp-name", "a b", *where]
 
     def test_tracked_runs_are_tagged(self, work, monkeypatch):
@@ -324,7 +324,7 @@ class TestSlurm:
         more += ["--slurm-gpus-per-task", 1, "--slurm-ntasks", 1, "--slurm-total-cpus", 10, "--slurm-nodes", 1]
         sbatch = fake(programs, "sbatch")
         assert benchmark(*self.OPTIONS, *more, "--", "--exp-name", "$(touch x) 'y'") == 0
-        assert json.loads(sbatch.read_text()) == [str(self.job(work))]
+        assert json.loads(sbatch.read_text()) == [str(self.job(work).relative_to(work))]
         options = directives(self.job(work))
         common = {"array": "0-5%2", "gpus-per-task": "1", "ntasks": "1", "nodes": "1"}
         own = {"time": "1:00:00", "partition": "gpu", "cpus-per-task": "10", "requeue": "", "signal": "USR1@90"}

@@ -110,10 +110,10 @@ class Benchmark(Grid):
         """Run or submit what is unfinished, and table what is finished."""
         self._check_slurm()
         first = self.check()
-        folder = Path(os.path.abspath(self.run_dir or Path("runs") / "benchmark" / self.name(first)))
+        folder = Path(self.run_dir or Path("runs") / "benchmark" / self.name(first))
         jobs = self.jobs(folder, first)
         unfinished = [job for job in jobs if job.result is None]
-        job_script = self._job_script(folder, first, jobs) if self.is_slurm else ""
+        job_script = self._job_script(Path(os.path.abspath(folder)), first, jobs) if self.is_slurm else ""
         if self.dry_run or not self.workers:
             self._show(folder, jobs, job_script, [] if self.is_slurm else self.shares(first))
             return 0
@@ -173,7 +173,7 @@ class Benchmark(Grid):
     def _show(self, folder: Path, jobs: Sequence[Job], job_script: str, shares: Sequence[object]) -> None:
         """The plan: every command, or the job script; how far each run is; who runs them."""
         unfinished = [job for job in jobs if job.result is None]
-        print(job_script or "\n".join(shlex.join(job.command) for job in unfinished), end="\n\n")
+        print(job_script or "".join(f"{shlex.join(job.command)}\n" for job in unfinished))
         rows = [
             [env_id, *(job.state for job in jobs if job.args.env_id == env_id)]
             for env_id in dict.fromkeys(job.args.env_id for job in jobs)

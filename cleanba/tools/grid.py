@@ -93,8 +93,9 @@ class Share(NamedTuple):
     gpus: tuple[str, ...]
 
     def __str__(self) -> str:
-        cores = f"cores {ranges(self.cores)}" if self.cores else "all cores"
-        return f"{cores}, GPUs {','.join(self.gpus)}" if self.gpus else cores
+        cores = f"cores {ranges(self.cores)}" if len(self.cores) > 1 else f"core {self.cores[0]}" if self.cores else ""
+        gpus = f"GPU{'s' * (len(self.gpus) > 1)} {','.join(self.gpus)}" if self.gpus else ""
+        return ", ".join(filter(None, [cores or "all cores", gpus]))
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -280,7 +281,7 @@ class Workers:
             return  # the same Ctrl-C, handed on, or a scheduler that repeats itself
         if not again:
             self.signal, self._signal_time = signum, time.monotonic()
-            print(f"{signal.Signals(signum).name}: {len(self._running)} runs save a checkpoint and end", flush=True)
+            print(f"{signal.Signals(signum).name}: the runs under way save a checkpoint and end", flush=True)
         for running in self._running:
             running.send(signal.SIGKILL if again else signal.SIGTERM)
 

@@ -5,7 +5,6 @@ Run:  cleanba tune --script ppo.py --env-ids CartPole-v1 --search learning-rate=
 
 import importlib.util
 import math
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,7 +215,7 @@ class Tune(Grid):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         first = self.check()
         distributions = self._distributions(first)
-        folder = Path(os.path.abspath(self.run_dir or Path("runs") / "tune" / self.name(first)))
+        folder = Path(self.run_dir or Path("runs") / "tune" / self.name(first))
         shares = self.shares(first)
         if self.dry_run or not self.workers:
             runs = self.num_seeds * len(self.all_env_ids)
