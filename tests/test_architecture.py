@@ -67,6 +67,7 @@ def test_the_files_are_found() -> None:
         ("envpool", {"core/envs.py", "tools/peers/work.py"}),
         ("gymnasium", {"core/envs.py"}),
         ("orbax", {"core/checkpoint.py"}),
+        ("optuna", {"tools/tune.py"}),
         ("wandb", {"core/run.py"}),
         ("tensorboardX", {"core/records.py"}),
     ],

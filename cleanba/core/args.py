@@ -270,6 +270,7 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
             usage_error(f"{name} is not used here; use {INSTEAD[name]}")
     args = read(cls, argv, description=sys.modules[cls.__module__].__doc__)
     args.check()
+    end_with_supervisor()
     asked, started = args.layout.processes, args.place.processes
     if asked > 1 and not args.place.coordinator:
         raise SystemExit(supervise(asked, args.layout.devices_needed))
@@ -285,7 +286,6 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
         asked == 1 or re.fullmatch(r".+:\d+", args.place.coordinator),
         f"the coordinator's address {args.place.coordinator!r} is not of the form host:port",
     )
-    end_with_supervisor()
     try:
         args.layout.start(args.cpu_threads, args.place, args.peer_timeout)
     except TopologyError as error:

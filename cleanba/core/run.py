@@ -228,11 +228,9 @@ class Run:
             return {}
         try:
             old = json.loads(config.read_text())
-            was = old["experiment"] | {"algorithm": old["algorithm"]}
+            differing = differences(old, self.args, self.algorithm)
         except (OSError, ValueError, KeyError, TypeError) as error:
             usage_error(f"--run-dir {self.dir}: config.json cannot be read ({error!r}); name another directory")
-        new = json.loads(json.dumps(self.args.experiment | {"algorithm": self.algorithm}))
-        differing = [f"{k} {was.get(k)!r} -> {new.get(k)!r}" for k in sorted(was | new) if was.get(k) != new.get(k)]
         if differing:
             usage_error(f"--run-dir {self.dir} holds another experiment ({'; '.join(differing)}); name another one")
         if (self.dir / "result.json").exists():
@@ -454,6 +452,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
+
+
+def differences(config: dict[str, Any], args: CoreArgs, algorithm: str) -> list[str]:
+    """In what an experiment is another one than a run's config.json records."""
+    was = config["experiment"] | {"algorithm": config["algorithm"]}
+    new = json.loads(json.dumps(args.experiment | {"algorithm": algorithm}))
+    return [f"{k} {was.get(k)!r} -> {new.get(k)!r}" for k in sorted(was | new) if was.get(k) != new.get(k)]
 
 
 def _start_wandb(run: Run, config: dict) -> Any:

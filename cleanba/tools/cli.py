@@ -12,6 +12,8 @@ COMMANDS = {
     "fork": ("cleanba.tools.fork", "Fork", "start a new run from a checkpoint, with other arguments"),
     "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
     "bench": ("cleanba.tools.bench", "Bench", "measure how fast a workload trains, and what limits it"),
+    "benchmark": ("cleanba.tools.benchmark", "Benchmark", "train on several environments with several seeds"),
+    "tune": ("cleanba.tools.tune", "Tune", "search for hyper-parameters over several environments"),
     "launch": ("cleanba.tools.launch", "Launch", "start a run here, or as a job of Slurm or Kubernetes"),
     "doctor": ("cleanba.tools.doctor", "Doctor", "say what this machine has for training, and what it lacks"),
     "completion": ("cleanba.tools.completion", "Completion", "print what makes bash or zsh complete this command"),

@@ -37,7 +37,7 @@ SBATCH = """\
 # The signal goes to the processes of srun: 90 s before the time limit they write a checkpoint and exit.
 
 cd {directory} || exit 1
-srun --kill-on-bad-exit=1 --cpus-per-task={cpus} {command}
+{before}srun --kill-on-bad-exit=1 --cpus-per-task={cpus} {command}
 status=$?
 # 128 + SIGUSR1 or SIGTERM: a checkpoint was written. Slurm requeues by itself only what it has killed.
 case $status in 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
@@ -110,6 +110,11 @@ def check_plain(option: str, value: str) -> None:
     """Exit unless the value means the same in a #SBATCH line, in YAML between quotes, and to the reader."""
     if not re.fullmatch(r"[\w./:@+,-]*", value, re.ASCII):
         usage_error(f"{option} {value!r}: use only letters, digits and . / : @ + , _ - here")
+
+
+def directives(options: dict[str, Any]) -> str:
+    """Options of sbatch as lines of its script, without those that say nothing."""
+    return "\n".join(f"#SBATCH --{option}={value}" for option, value in options.items() if value)
 
 
 @dataclass(frozen=True)
@@ -233,8 +238,9 @@ class Launch:
             "gpus-per-task": gpus,
         }
         return SBATCH.format(
-            directives="\n".join(f"#SBATCH --{option}={value}" for option, value in options.items() if value),
+            directives=directives(options),
             directory=shlex.quote(os.getcwd()),
+            before="",
             cpus=self.cpus,
             command=shlex.join(self.command(sys.executable, run_dir)),
         )

@@ -23,12 +23,22 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of the run's metrics.jsonl, at least one. A last line that is not whole yet is left out."""
+    """The records of the run's metrics.jsonl, at least one."""
+    if not (run / "metrics.jsonl").exists():
+        usage_error(f"{run} has no metrics.jsonl; is it a run directory?")
+    records = metrics_so_far(run)
+    if not records:
+        usage_error(f"{run} has no metrics: no update has been finished")
+    return records
+
+
+def metrics_so_far(run: Path) -> list[dict[str, Any]]:
+    """The records of the run's metrics.jsonl, if there are any. A last line that is not whole yet is left out."""
     path = run / "metrics.jsonl"
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
-        usage_error(f"{run} has no metrics.jsonl; is it a run directory?")
+        return []
     except OSError as error:
         usage_error(f"cannot read {path}: {error}")
     if lines and not lines[-1].endswith(b"\n"):  # the run was killed, or writes it just now
@@ -42,6 +52,4 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         if not isinstance(record, dict) or not {"update", "global_step"} <= record.keys():
             usage_error(f"{path} is damaged: line {number} is not the record of an update")
         records.append(record)
-    if not records:
-        usage_error(f"{run} has no metrics: no update has been finished")
     return records
