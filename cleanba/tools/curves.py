@@ -19,6 +19,7 @@ CONFIDENCE, RESAMPLES = 0.95, 1000
 
 Axis = Literal["step", "time"]
 By = Literal["algorithm", "seed", "env"]
+AXES: tuple[Axis, ...] = ("step", "time")
 
 
 class Run(NamedTuple):

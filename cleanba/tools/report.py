@@ -17,6 +17,7 @@ import tyro
 
 from cleanba.core.usage import usage_error
 from cleanba.tools.curves import (
+    AXES,
     RESAMPLES,
     RETURN,
     WINDOW,
@@ -201,7 +202,7 @@ def _bands(panel: Panel, metrics: Iterable[str], index: dict[str, int]) -> dict[
     """The groups' means by metric, axis and group."""
     found: dict[str, Any] = {}
     for metric in metrics:
-        for axis in ("step", "time"):
+        for axis in AXES:
             for group, runs in panel.groups.items():
                 mean = band(runs, metric, axis, POINTS)
                 if len(mean.x):
@@ -409,7 +410,7 @@ def picture(comparison: Comparison, out: Path) -> None:
 
     suites, charts = comparison.suites(), comparison.panels
     times = [run.time for run in comparison.thinned]
-    axes_shown = ("step", "time") if any(np.isfinite(time).any() for time in times) else ("step",)
+    axes_shown = AXES if any(np.isfinite(time).any() for time in times) else AXES[:1]
     rows = len(charts) + math.ceil(len(suites) / 2)
     figure = new_figure(11, 3 * rows)
     handles: dict[str, Any] = {}
