@@ -16,6 +16,7 @@ OF_EPISODES = "charts/episodic_"  # such metrics are means over the episodes tha
 SMOOTHING = 1 / 60  # standard deviation of the smoothing, as a part of the curve
 WINDOW = 100  # episodes that a run's score is the mean of, as in result.json
 CONFIDENCE, RESAMPLES = 0.95, 1000
+NUMBERS = (int, float)  # of JSON; true and false are none
 
 Axis = Literal["step", "time"]
 By = Literal["algorithm", "seed", "env"]
@@ -49,7 +50,7 @@ def read_run(path: Path, read: Callable[[Path], list[dict[str, Any]]] = read_met
     experiment = dict(config.get("experiment", {}))
     about = (config.get("algorithm", "?"), experiment.pop("env_id", "?"), experiment.pop("seed", "?"))
     algorithm, env_id, seed = map(str, about)
-    metrics = sorted({key for record in records for key, x in record.items() if _is_number(x)})
+    metrics = sorted({key for record in records for key, x in record.items() if type(x) in NUMBERS})
     try:
         result = json.loads((path / "result.json").read_text())
     except (OSError, ValueError):
@@ -69,12 +70,8 @@ def read_run(path: Path, read: Callable[[Path], list[dict[str, Any]]] = read_met
     )
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
 def _finite(numbers: Sequence[Any]) -> np.ndarray:
-    values = np.array([x if _is_number(x) else np.nan for x in numbers], np.float64)
+    values = np.array([x if type(x) in NUMBERS else np.nan for x in numbers], np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
@@ -189,7 +186,7 @@ def panels(runs: Sequence[Run], by: By) -> list[Panel]:
 class Band(NamedTuple):
     """The mean of several runs, its confidence interval (NaN for a single run), and of how many runs it is."""
 
-    x: np.ndarray
+    x: np.ndarray  # evenly spaced
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
@@ -210,7 +207,8 @@ def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
     inside = [(grid >= x[0] - reach) & (grid <= x[-1] + reach) for x, _ in curves]
     at = np.array([np.where(i, np.interp(grid, x, y), np.nan) for i, (x, y) in zip(inside, curves, strict=True)])
     there = np.isfinite(at)  # [runs, points]
-    kept = 2 * there.sum(0) >= len(curves)
+    enough = np.flatnonzero(2 * there.sum(0) >= len(curves))
+    kept = slice(enough[0], enough[-1] + 1)
     grid, at, there = grid[kept], at[:, kept], there[:, kept]
     low, high = np.full((2, len(grid)), np.nan)
     for pattern in np.unique(there, axis=1).T:

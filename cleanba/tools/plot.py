@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -46,13 +47,11 @@ class Scale(NamedTuple):
         return getattr(curve, self.axis) / self.size
 
 
-def scale(axis: Axis, times: Sequence[np.ndarray]) -> Scale:
+def scale(axis: Axis, curves: Iterable[Any]) -> Scale:
     """Steps, or the unit that suits the longest time."""
     if axis == "step":
         return Scale(axis, 1, "environment steps")
-    longest = max((time[-1] for time in times if np.isfinite(time).any()), default=None)
-    if longest is None:
-        usage_error("--x time: these runs have not logged stats/time with every update; use --x step")
+    longest = max((curve.time[-1] for curve in curves if np.isfinite(curve.time).any()), default=0)
     size, unit = next((size, unit) for least, size, unit in UNITS if longest >= least)
     return Scale(axis, size, f"{unit} of training")
 
@@ -106,7 +105,8 @@ def labels(curves: Sequence[Curve]) -> list[str]:
 def plot(runs: Sequence[Path], out: Path, metric: str = RETURN, axis: Axis = "step") -> None:
     """Draw a metric of the runs: light as it was logged, strong smoothed."""
     curves = [read_curve(run, metric) for run in dict.fromkeys(runs)]
-    x = scale(axis, [curve.time for curve in curves])
+    _check_time(axis, curves)
+    x = scale(axis, curves)
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     handles = []
@@ -126,24 +126,25 @@ def plot(runs: Sequence[Path], out: Path, metric: str = RETURN, axis: Axis = "st
 def plot_groups(runs: Sequence[Path], out: Path, by: By, metric: str = RETURN, axis: Axis = "step") -> None:
     """Draw the mean of each group of runs with its confidence band, and the runs themselves light."""
     read = [thin(run, POINTS) for run in _with_numbers([read_run(path) for path in runs], metric)]
-    x = scale(axis, [run.time for run in read])
+    _check_time(axis, read)
     charts = panels(read, by)
     columns = min(math.ceil(math.sqrt(len(charts))), 4)
     rows = math.ceil(len(charts) / columns)
     figure = new_figure(8, 4.5) if len(charts) == 1 else new_figure(2.5 + 4.2 * columns, 3.2 * rows)
-    handles = draw_panels([figure.add_subplot(rows, columns, i + 1) for i in range(len(charts))], charts, metric, x)
+    handles = draw_panels([figure.add_subplot(rows, columns, i + 1) for i in range(len(charts))], charts, metric, axis)
     legend(figure, handles.values(), handles)
     save(figure, out)
 
 
-def draw_panels(places: Iterable[Any], charts: Sequence[Panel], metric: str, x: Scale) -> dict[str, Any]:
+def draw_panels(places: Iterable[Any], charts: Sequence[Panel], metric: str, axis: Axis) -> dict[str, Any]:
     """Draw each chart in its place. The lines to be explained, by group; a group has one colour everywhere."""
     names = in_order({name for chart in charts for name in chart.groups})
     colors = dict(zip(names, _colors(len(names)), strict=True))
     handles = {}
     for axes, chart in zip(places, charts, strict=True):
+        x = scale(axis, chain(*chart.groups.values()))
         for name, runs in chart.groups.items():
-            mean = band(runs, metric, x.axis, points=200)
+            mean = band(runs, metric, axis, points=200)
             for run in runs if len(runs) > 1 else []:
                 axes.plot(x(run), smoothed(run, metric), color=colors[name], alpha=0.3, linewidth=0.7)
             axes.fill_between(mean.x / x.size, mean.low, mean.high, color=colors[name], alpha=0.18, linewidth=0)
@@ -180,6 +181,11 @@ def save(figure: Figure, out: Path) -> None:
 def _colors(n: int) -> list[Any]:
     colors = matplotlib.colormaps["tab10" if n <= 10 else "turbo"]
     return [colors(i if n <= 10 else (i + 0.5) / n) for i in range(n)]
+
+
+def _check_time(axis: Axis, curves: Iterable[Any]) -> None:
+    if axis == "time" and not any(np.isfinite(curve.time).any() for curve in curves):
+        usage_error("--x time: these runs have not logged stats/time with every update; use --x step")
 
 
 def _dress(axes: Any, title: str, metric: str, x_label: str, is_filled: bool) -> None:

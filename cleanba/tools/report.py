@@ -35,7 +35,8 @@ from cleanba.tools.curves import (
 from cleanba.tools.runs import find_runs, read_records
 from cleanba.tools.scores import human_normalized, is_atari
 
-POINTS = 300  # of a curve at most
+POINTS = 300  # of a curve at most, and at least 50: fewer, the more curves there are
+NUMBERS = 500_000  # of all curves together, about
 TEMPLATE = Path(__file__).with_name("report.html")
 NOTHING = "–"  # noqa: RUF001
 
@@ -57,13 +58,6 @@ def estimate(tasks: Sequence[np.ndarray], statistic: Callable[[np.ndarray], Any]
     of_all = lambda *tasks: np.atleast_1d(statistic(np.concatenate(tasks)))  # noqa: E731
     points, intervals = library.get_interval_estimates({"": together}, of_all, reps=RESAMPLES)
     return Estimate(points[""], *intervals[""])
-
-
-def iqm(scores: np.ndarray) -> float:
-    """The interquartile mean."""
-    from rliable import metrics
-
-    return float(metrics.aggregate_iqm(scores))
 
 
 def profile(scores: dict[str, list[np.ndarray]], taus: np.ndarray) -> dict[str, Estimate]:
@@ -96,11 +90,12 @@ class Comparison:
         self.variants = variants(self.runs)
         self.groups = in_order(set(self.variants))
         self.env_ids = in_order({run.env_id for run in self.runs})
-        self.thinned = [thin(run, POINTS) for run in self.runs]
-        self.panels = panels(self.thinned, "algorithm")
         self.final = [final_score(run) for run in self.runs]
         logged = in_order({metric for run in self.runs for metric in run.values if "/" in metric})
-        self.metrics = sorted((m for m in logged if not m.startswith("stats/")), key=lambda m: m != RETURN)
+        self.metrics = [RETURN, *(m for m in logged if m != RETURN and not m.startswith("stats/"))]
+        self.points = min(POINTS, max(50, NUMBERS // (len(self.runs) * len(self.metrics))))
+        self.thinned = [thin(run, self.points) for run in self.runs]
+        self.panels = panels(self.thinned, "algorithm")
 
     @property
     def names(self) -> list[str]:
@@ -141,10 +136,10 @@ def _count(n: int, what: str) -> str:
 
 
 def _number(x: float) -> str:
-    """A score: four digits, and no fraction of large ones."""
+    """A score, with fewer decimals if it is large."""
     if not math.isfinite(x):
         return NOTHING
-    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" if abs(x) >= 1 else f"{x:.3g}"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 100 else f"{x:.2f}"
 
 
 def _duration(seconds: float) -> str:
@@ -163,7 +158,7 @@ def _json(content: Any) -> str:
 
 def _list(values: np.ndarray) -> list[float | None]:
     """Numbers for the page, NaN as null."""
-    return [float(f"{x:.6g}") if math.isfinite(x) else None for x in values]
+    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in values]
 
 
 def content(comparison: Comparison) -> dict[str, Any]:
@@ -193,22 +188,23 @@ def content(comparison: Comparison) -> dict[str, Any]:
         "metrics": comparison.metrics,
         "groups": comparison.groups,
         "runs": runs,
-        "panels": [{"title": p.title, "bands": _bands(p, comparison.metrics, index)} for p in comparison.panels],
+        "panels": [{"title": p.title, "bands": _bands(p, comparison, index)} for p in comparison.panels],
         "profiles": profiles,
     }
 
 
-def _bands(panel: Panel, metrics: Iterable[str], index: dict[str, int]) -> dict[str, Any]:
+def _bands(panel: Panel, comparison: Comparison, index: dict[str, int]) -> dict[str, Any]:
     """The groups' means by metric, axis and group."""
     found: dict[str, Any] = {}
-    for metric in metrics:
+    for metric in comparison.metrics:
         for axis in AXES:
             for group, runs in panel.groups.items():
-                mean = band(runs, metric, axis, POINTS)
+                mean = band(runs, metric, axis, comparison.points)
                 if len(mean.x):
-                    numbers = dict(zip(("x", "y", "low", "high"), map(_list, mean[:4]), strict=True))
-                    line = {index[group]: numbers | {"count": mean.count.tolist()}}
-                    found.setdefault(metric, {}).setdefault(axis, {}).update(line)
+                    line = {"from": _list(mean.x[:1])[0], "to": _list(mean.x[-1:])[0], "y": _list(mean.mean)}
+                    if len(runs) > 1:
+                        line |= {"low": _list(mean.low), "high": _list(mean.high), "count": mean.count.tolist()}
+                    found.setdefault(metric, {}).setdefault(axis, {})[index[group]] = line
     return found
 
 
@@ -249,25 +245,26 @@ def _swatch(group: int) -> str:
 
 def _between(group: int, estimated: Estimate, low: float, high: float) -> str:
     """A statistic and its interval, drawn on a scale from low to high."""
-    width = (high - low) or 1
-    at, start, end = (f"{4 + 92 * (float(x[0]) - low) / width:.1f}%" for x in estimated)
+    at, start, end = (f"{4 + 92 * (float(x[0]) - low) / (high - low) if high > low else 50:.1f}%" for x in estimated)
     style = f"--c:var(--c{group % 8});--at:{at};--low:{start};--high:{end}"
     return f'<td class="between"><span style="{style}"></span></td>'
 
 
-def _table(head: Sequence[str], rows: Iterable[str]) -> str:
-    """The first column holds names."""
-    cells = "".join(f"<th{' class=name' if i == 0 else ''}>{name}</th>" for i, name in enumerate(head))
+def _table(head: Sequence[str], rows: Iterable[str], names: int = 1) -> str:
+    """The first columns hold names, the others numbers."""
+    cells = "".join(f"<th{' class=name' if i < names else ''}>{name}</th>" for i, name in enumerate(head))
     return f'<div class="card scroll"><table><thead><tr>{cells}</tr></thead>{"".join(rows)}</table></div>'
 
 
 def _final_tables(comparison: Comparison) -> list[str]:
     """Mean, standard deviation and interquartile mean of each group in each environment."""
+    from rliable import metrics
+
     with_human = any(map(is_atari, comparison.env_ids))
     rows = []
     for env_id in comparison.env_ids:
         by_group = comparison.by_group(env_id)
-        estimated = {group: estimate([scores], iqm) for group, scores in by_group.items()}
+        estimated = {group: estimate([scores], metrics.aggregate_iqm) for group, scores in by_group.items()}
         low = min((float(e.low[0]) for e in estimated.values()), default=0)
         high = max((float(e.high[0]) for e in estimated.values()), default=0)
         best = max((e.point[0] for e in estimated.values()), default=math.nan)
@@ -342,7 +339,8 @@ def _aggregates(tasks: Sequence[np.ndarray]) -> list[Callable[[np.ndarray], Any]
     def of_tasks(statistic: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
         return lambda scores: statistic(np.array([[task.mean() for task in np.split(scores, ends)]]))
 
-    return [iqm, of_tasks(metrics.aggregate_median), of_tasks(metrics.aggregate_mean), metrics.aggregate_optimality_gap]
+    means = of_tasks(metrics.aggregate_median), of_tasks(metrics.aggregate_mean)
+    return [metrics.aggregate_iqm, *means, metrics.aggregate_optimality_gap]
 
 
 def _profiles() -> str:
@@ -371,7 +369,7 @@ def _runs(comparison: Comparison) -> str:
         ]
         rows.append(f'<tr data-group="{group}" data-run="{i}">{"".join(cells)}</tr>')
     text = "The box hides a run's own curve. Means, bands and tables stay those of all runs."
-    return f"<h2>Runs</h2><p>{text}</p>" + _table(head, ["<tbody>", *rows, "</tbody>"])
+    return f"<h2>Runs</h2><p>{text}</p>" + _table(head, ["<tbody>", *rows, "</tbody>"], names=3)
 
 
 def _state(run: Run) -> str:
@@ -390,7 +388,7 @@ def _notes(comparison: Comparison) -> list[str]:
         "The band is the 95 % bootstrap interval of the mean over runs. The mean is drawn as far as half of the runs "
         "have come. With fewer than five runs any such interval is too narrow.",
         "A curve is smoothed by a Gaussian whose deviation is 1/60 of it, after neighbouring updates of long runs were "
-        f"averaged to {POINTS} points. Hover it, touch it, or move over it with the arrow keys.",
+        f"averaged to {comparison.points} points. Hover it, touch it, or move over it with the arrow keys.",
         "Time is that of training: pauses between the sessions of a run do not count, and a session's first update "
         "(with its start and compilation) counts as long as the run's median update.",
         f"Intervals of scores and performance profiles: stratified bootstrap, percentiles of {RESAMPLES:,} resamples, "
@@ -406,17 +404,16 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def picture(comparison: Comparison, out: Path) -> None:
     """The report's charts without the tables: curves over steps and over time, and performance profiles."""
-    from cleanba.tools.plot import draw_panels, legend, new_figure, plain, save, scale  # here: it takes a second
+    from cleanba.tools.plot import draw_panels, legend, new_figure, plain, save  # here: it takes a second
 
     suites, charts = comparison.suites(), comparison.panels
-    times = [run.time for run in comparison.thinned]
-    axes_shown = AXES if any(np.isfinite(time).any() for time in times) else AXES[:1]
+    axes_shown = AXES if any(np.isfinite(run.time).any() for run in comparison.runs) else AXES[:1]
     rows = len(charts) + math.ceil(len(suites) / 2)
     figure = new_figure(11, 3 * rows)
     handles: dict[str, Any] = {}
     for column, axis in enumerate(axes_shown):
         places = [figure.add_subplot(rows, 2, 2 * row + column + 1) for row in range(len(charts))]
-        handles |= draw_panels(places, charts, RETURN, scale(axis, times))
+        handles |= draw_panels(places, charts, RETURN, axis)
     for i, suite in enumerate(suites):
         axes, taus = figure.add_subplot(rows, 2, 2 * len(charts) + i + 1), suite.taus()
         for group, shares in profile(suite.scores, taus).items():
