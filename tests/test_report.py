@@ -217,7 +217,7 @@ class TestBand:
         mean = band(self.three(), RETURN, "step", 5)
         np.testing.assert_allclose(mean.x, [100, 325, 550, 775, 1000])
         np.testing.assert_allclose(mean.mean, 3)
-        assert mean.count.tolist() == [3] * 5
+        assert mean.runs.tolist() == [3] * 5
         # Of 27 equally likely resamples one has the mean 1 and three have 4/3; the same at the upper end.
         np.testing.assert_allclose(mean.low, 1)
         np.testing.assert_allclose(mean.high, 6)
@@ -233,13 +233,13 @@ class TestBand:
         middle = middle._replace(step=middle.step / 2)
         mean = band([short, middle, long], RETURN, "step", 100)
         assert 495 <= mean.x[-1] <= 515
-        assert mean.count[-1] == 2
+        assert mean.runs[-1] == 2
         np.testing.assert_allclose(mean.mean[-1], 4)
-        assert mean.count.max() == 3
+        assert mean.runs.max() == 3
 
     def test_runs_that_end_a_few_steps_apart_have_no_step_at_the_end(self):
         runs = [run._replace(step=run.step + i) for i, run in enumerate(self.three())]
-        assert set(band(runs, RETURN, "step", 100).count) == {3}
+        assert set(band(runs, RETURN, "step", 100).runs) == {3}
 
     def test_one_point_and_none(self):
         one = a_run()._replace(step=np.array([5.0]), episodes=np.ones(1), values={RETURN: np.array([7.0])})
@@ -298,6 +298,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_resamples() -> Iterator[None]:
+    """Enough for every test but those of the numbers themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cleanba.tools.report.RESAMPLES", 50)
+        yield
+
+
 @pytest.fixture(scope="module")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report") / "new folder" / "report.html"
@@ -340,12 +348,12 @@ class TestReport:
         empty = next(run for run in drawn["runs"] if run["name"] == "none")
         assert empty["step"] == []
 
-    def test_final_scores(self, runs):
+    def test_final_scores(self, runs, report):
         comparison = Comparison([runs])
         assert len(comparison.scores("CartPole-v1", "dqn")) == 3
         mean = np.mean([final_score(read_run(runs / f"dqn_{seed}")) for seed in (1, 2, 3)])
         assert comparison.scores("CartPole-v1", "dqn").mean() == pytest.approx(mean)
-        row = next(line for line in page(comparison).split("<tr") if ">dqn</td>" in line)
+        row = next(line for line in report.read_text().split("<tr") if ">dqn</td>" in line)
         assert f"<td>{mean:.1f}<small> ±" in row
 
     def test_atari_over_the_games_that_all_have_played(self, tmp_path):
@@ -403,8 +411,9 @@ class TestReport:
 
 
 class TestPlotBy:
-    @pytest.mark.parametrize("by", ["algorithm", "seed", "env", "run"])
-    @pytest.mark.parametrize("x", ["step", "time"])
+    @pytest.mark.parametrize(
+        ("by", "x"), [("algorithm", "step"), ("algorithm", "time"), ("seed", "step"), ("env", "time"), ("run", "time")]
+    )
     def test_draws(self, runs, tmp_path, by, x, capsys):
         out = tmp_path / "c.svg"
         assert cleanba("plot", runs, "--by", by, "--x", x, "--out", out) == 0

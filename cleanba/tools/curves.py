@@ -190,7 +190,7 @@ class Band(NamedTuple):
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    count: np.ndarray
+    runs: np.ndarray
 
 
 def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:

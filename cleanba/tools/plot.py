@@ -160,8 +160,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def legend(figure: Figure, handles: Iterable[Any], names: Iterable[str]) -> None:
-    """Beside the charts."""
+    """Beside the charts, which become as high as it is."""
     shown = [plain(name) for name in names]
+    figure.set_figheight(max(figure.get_figheight(), 0.4 + 0.19 * len(shown)))
     figure.legend(list(handles), shown, loc="outside right upper", frameon=False, fontsize="small")
 
 
@@ -206,9 +207,10 @@ def _dress(axes: Any, title: str, metric: str, x_label: str, is_filled: bool) ->
         axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color="0.35")
 
 
-def plain(text: str) -> str:
-    """Text that Matplotlib does not take for a formula."""
-    return text.replace("$", r"\$")
+def plain(text: str, most: int = 44) -> str:
+    """Text that Matplotlib does not take for a formula, and that leaves room for the curves: its beginning and end."""
+    half = most // 2
+    return (text if len(text) <= most else f"{text[:half]}…{text[-half:]}").replace("$", r"\$")
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,11 @@ def estimate(tasks: Sequence[np.ndarray], statistic: Callable[[np.ndarray], Any]
     """A statistic over the scores of all tasks, with the stratified bootstrap: each task's runs are drawn anew."""
     from rliable import library  # here, because it is an extra
 
+    def of_all(*tasks: np.ndarray) -> np.ndarray:
+        return np.atleast_1d(statistic(np.concatenate(tasks)))
+
     np.random.seed(0)  # rliable draws from NumPy's global numbers
-    together = [scores[:, None] for scores in tasks]
-    of_all = lambda *tasks: np.atleast_1d(statistic(np.concatenate(tasks)))  # noqa: E731
-    points, intervals = library.get_interval_estimates({"": together}, of_all, reps=RESAMPLES)
+    points, intervals = library.get_interval_estimates({"": [s[:, None] for s in tasks]}, of_all, reps=RESAMPLES)
     return Estimate(points[""], *intervals[""])
 
 
@@ -203,7 +204,7 @@ def _bands(panel: Panel, comparison: Comparison, index: dict[str, int]) -> dict[
                 if len(mean.x):
                     line = {"from": _list(mean.x[:1])[0], "to": _list(mean.x[-1:])[0], "y": _list(mean.mean)}
                     if len(runs) > 1:
-                        line |= {"low": _list(mean.low), "high": _list(mean.high), "count": mean.count.tolist()}
+                        line |= {"low": _list(mean.low), "high": _list(mean.high), "count": mean.runs.tolist()}
                     found.setdefault(metric, {}).setdefault(axis, {})[index[group]] = line
     return found
 
@@ -446,8 +447,11 @@ class Report:
             usage_error("report needs at least one run directory, or a folder of them: cleanba report RUNS")
         if importlib.util.find_spec("rliable") is None:
             usage_error("report needs rliable: pip install 'cleanba[report]'")
+        ending = self.out.suffix.lower()
+        if ending not in (".html", ".png", ".svg", ".pdf"):
+            usage_error(f"--out {self.out}: use .html for the page, or .png, .svg or .pdf for its charts as a picture")
         comparison = Comparison(self.runs)
-        if self.out.suffix.lower() in (".html", ".htm"):
+        if ending == ".html":
             text = page(comparison)
             try:
                 self.out.parent.mkdir(parents=True, exist_ok=True)
