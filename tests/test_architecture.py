@@ -70,6 +70,9 @@ def test_the_files_are_found() -> None:
         ("optuna", {"tools/tune.py"}),
         ("wandb", {"core/run.py"}),
         ("tensorboardX", {"core/records.py"}),
+        ("matplotlib", {"tools/plot.py"}),
+        ("scipy", {"tools/curves.py"}),
+        ("rliable", {"tools/report.py"}),
     ],
 )
 def test_a_module_is_imported_in_its_room_only(module: str, rooms: set[str]) -> None:

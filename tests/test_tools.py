@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cleanba.tools.cli import COMMANDS, WIDTH, main
-from cleanba.tools.plot import labels, plot, read_curve, smooth
+from cleanba.tools.curves import smooth
+from cleanba.tools.plot import labels, plot, read_curve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

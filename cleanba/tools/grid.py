@@ -26,7 +26,7 @@ from cleanba.core.processes import SUPERVISED
 from cleanba.core.run import differences
 from cleanba.core.usage import usage_error
 from cleanba.tools.launch import read_script
-from cleanba.tools.runs import metrics_so_far, read_config
+from cleanba.tools.runs import read_config, read_records
 
 # The 57 games of Wang et al. 2016 (arXiv:1511.06581), as EnvPool names them.
 ATARI57 = """
@@ -68,7 +68,7 @@ class Job(NamedTuple):
         """New, how far it is, or finished."""
         if self.result is not None:
             return "finished"
-        updates = [record["update"] for record in metrics_so_far(self.run_dir)]
+        updates = [record["update"] for record in read_records(self.run_dir)]
         return f"{updates[-1] / self.args.num_updates:.0%}" if updates else "new"
 
 

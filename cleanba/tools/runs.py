@@ -1,10 +1,33 @@
 """Reading what a run has left behind, and saying in one line where there is nothing to read."""
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cleanba.core.usage import usage_error
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The run directories among the paths and, where a path is no run, those in the folders below it; each once."""
+    runs: dict[Path, Path] = {}  # by where they really are
+    for path in paths:
+        found = [path] if (path / "config.json").exists() or not path.is_dir() else _below(path)
+        if not found:
+            usage_error(f"{path} is not a run directory: it has no config.json, nor is there a run below it")
+        runs |= {run.resolve(): run for run in found if run.resolve() not in runs}
+    return list(runs.values())
+
+
+def _below(folder: Path) -> list[Path]:
+    runs = []
+    for path, subfolders, _ in os.walk(folder):
+        here = [Path(path, name) for name in sorted(subfolders)]
+        own = [p for p in here if (p / "config.json").exists() and (p / "metrics.jsonl").exists()]
+        runs += own
+        subfolders[:] = [p.name for p in here if p not in own]  # a run may hold a model, which has a config.json too
+    return runs
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -24,16 +47,14 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of the run's metrics.jsonl, at least one."""
-    if not (run / "metrics.jsonl").exists():
-        usage_error(f"{run} has no metrics.jsonl; is it a run directory?")
-    records = metrics_so_far(run)
+    records = read_records(run)
     if not records:
         usage_error(f"{run} has no metrics: no update has been finished")
     return records
 
 
-def metrics_so_far(run: Path) -> list[dict[str, Any]]:
-    """The records of the run's metrics.jsonl, if there are any. A last line that is not whole yet is left out."""
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """The records of the run's metrics.jsonl, if there are any yet. A last line that is not whole is left out."""
     path = run / "metrics.jsonl"
     try:
         lines = path.read_bytes().splitlines(keepends=True)

@@ -19,7 +19,7 @@ from cleanba.core.run import write_json
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.fork import flags
 from cleanba.tools.grid import Ended, Grid, Job, Workers, hold, markdown, show_failures
-from cleanba.tools.runs import metrics_so_far
+from cleanba.tools.runs import read_records
 
 AGGREGATIONS: dict[str, Callable[..., Any]] = {"average": np.mean, "median": np.median, "max": np.max, "min": np.min}
 PARTS = 10  # of a run, at whose ends trials are compared
@@ -79,7 +79,7 @@ def final_return(job: Job) -> float | None:
 def part_returns(job: Job) -> list[float | None]:
     """The mean return of the episodes that ended in each part of the run that is over."""
     ends = [math.ceil(job.args.num_updates * part / PARTS) for part in range(PARTS + 1)]
-    records = metrics_so_far(job.run_dir)
+    records = read_records(job.run_dir)
     means: list[float | None] = []
     for begin, end in pairwise(ends):
         if len(records) < end:
