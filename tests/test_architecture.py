@@ -66,6 +66,8 @@ def test_the_files_are_found() -> None:
         ("pickle", set()),
         ("envpool", {"core/envs.py", "tools/peers/work.py"}),
         ("gymnasium", {"core/envs.py"}),
+        ("ctypes", {"core/envs.py"}),
+        ("imageio_ffmpeg", {"core/evaluate.py"}),
         ("orbax", {"core/checkpoint.py"}),
         ("wandb", {"core/run.py"}),
         ("tensorboardX", {"core/records.py"}),

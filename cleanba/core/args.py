@@ -17,7 +17,7 @@ INSTEAD = {
     "--num-actor-devices": "--topology, such as a0,1-l2,3-d1",
     "--distributed": "--topology, such as a0-l0-d2 for two processes",
     "--cuda": "JAX's own choice of device, or JAX_PLATFORMS=cpu",
-    "--capture-video": "--save-model, then `cleanba eval RUN`",
+    "--capture-video": "--save-model, then `cleanba eval RUN --video`",
 }
 
 
@@ -56,8 +56,10 @@ class MachineArgs:
     """the NAME in that (default: the algorithm file's)"""
     save_model: bool = False
     """at the end: save the parameters, evaluate them on fresh environments, draw the learning curve"""
+    eval_every: int = 0
+    """updates between evaluations on fresh environments while training; 0: none"""
     eval_episodes: int = 20
-    """episodes of that evaluation"""
+    """episodes of an evaluation"""
     track: bool = False
     """log to Weights & Biases too (WANDB_MODE=offline works without a network)"""
     wandb_project_name: str = "cleanba"

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from cleanba.core.args import CoreArgs
 from cleanba.core.checkpoint import Checkpoints, Snapshot, like
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.processes import PeerLost, Peers
-from cleanba.core.records import Records, warn
+from cleanba.core.records import Records, warn, write_json
 from cleanba.core.shards import State
 from cleanba.core.usage import usage_error
 
@@ -76,6 +77,7 @@ class Run:
         self.lockstep = Lockstep(args.num_updates, args.concurrency, len(args.layout.actors) * args.num_actor_threads)
         self.global_step = 0
         self.done = 0  # updates of earlier sessions
+        self.act: Any = None  # the policy, once there are actors
         self.acting: Any = None  # the parameters that the rollout under way uses, where they are not the newest
         self.carries: dict[int, Any] = {}  # to resume a recurrent policy with
         self._restored: Snapshot | None = None
@@ -91,6 +93,7 @@ class Run:
         self._timed_from: tuple[float, int] | None = None
         self._last_line = 0.0
         self._last_fingerprint = ""
+        self._player: evaluate.Player | None = None
 
     @property
     def _is_main(self) -> bool:
@@ -295,7 +298,10 @@ class Run:
         return np.array([self._signal, is_time, written], np.int32)
 
     def log(self, n: int, metrics: dict[str, float], collected: Collected, state: State) -> None:
-        """Record update n everywhere, and save it when it is time to."""
+        """Record update n everywhere, evaluate and save it when it is time to."""
+        if self._is_main and self.args.eval_every and n % self.args.eval_every == 0:
+            with self.lockstep.clock("eval"):
+                metrics = metrics | {"charts/eval_episodic_return": float(np.mean(self._play(self.act, state.params)))}
         with self.lockstep.clock("log"):
             self._log(n, metrics, collected, state, self.lockstep.clock.lap())
 
@@ -409,6 +415,14 @@ class Run:
             self._last_line = now
             print(f"update {n}/{self.args.num_updates} · step {self.global_step:,} · {news}", flush=True)
 
+    def _play(self, act: Any, params: Any) -> list[float]:
+        """The returns of an evaluation, each time in the same environments: a resumed run gets the same ones, too."""
+        if self._player is None:
+            args = replace(self.args, collect="stepwise")  # what is compiled serves all evaluations
+            self._player = evaluate.Player(act, args, min(args.eval_episodes, evaluate.NUM_ENVS))
+        player = self._player
+        return self.lockstep.call(lambda: player.play(params, self.args.eval_episodes))
+
     def finish(self, act: Any, params: Any) -> None:
         """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
         self._progress.stop()
@@ -443,7 +457,7 @@ class Run:
 
         plot([self.dir], curve)
         self._say(f"model in {model}, learning curve in {curve}; evaluating")
-        returns = self.lockstep.call(lambda: evaluate.play(act, params, self.args, self.args.eval_episodes))
+        returns = self._play(act, params)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
         self._say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
         return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
@@ -480,13 +494,6 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def _start_wandb(run: Run, config: dict) -> Any:

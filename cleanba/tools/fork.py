@@ -14,7 +14,7 @@ import tyro
 
 from cleanba.core.checkpoint import Checkpoints, Damaged
 from cleanba.core.evaluate import algorithm, experiment_args
-from cleanba.core.run import write_json
+from cleanba.core.records import write_json
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.runs import read_config
 
