@@ -68,6 +68,7 @@ def test_the_files_are_found() -> None:
         ("gymnasium", {"core/envs.py"}),
         ("ctypes", {"core/envs.py"}),
         ("imageio_ffmpeg", {"core/evaluate.py"}),
+        ("huggingface_hub", {"tools/hub.py"}),
         ("orbax", {"core/checkpoint.py"}),
         ("wandb", {"core/run.py"}),
         ("tensorboardX", {"core/records.py"}),

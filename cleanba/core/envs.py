@@ -23,7 +23,6 @@ from gymnasium.spaces import Box, Discrete
 from cleanba.core.rollout import Outcome
 from cleanba.core.seeding import Role, env_seeds
 
-os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would greet on stdout when Gymnasium renders
 warnings.filterwarnings("ignore", ".*precision lowered by casting")  # EnvPool's float64 bounds of float32 spaces
 
 ATARI_PROTOCOLS: dict[str, dict[str, Any]] = {
@@ -308,7 +307,9 @@ class GymnasiumEngine:
 
 
 def _render_mode(env_id: str) -> dict[str, Any]:
-    """What to make a Gymnasium environment with; one that cannot render would only warn."""
+    """What to make a Gymnasium environment with; one that cannot render would only warn. Pygame, with which many draw,
+    shall neither greet nor look for a screen."""
+    os.environ |= {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy"}
     env = gymnasium.make(env_id)
     modes = env.metadata.get("render_modes", [])
     env.close()

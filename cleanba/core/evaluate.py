@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from cleanba.core.records import write_json
 from cleanba.core.seeding import Role
 from cleanba.core.topology import to_device
 from cleanba.core.usage import read, usage_error
+from cleanba.tools import hub
 
 NUM_ENVS = 16  # side by side, if nobody says otherwise
 FRAMES_PER_SECOND = 30  # of a video
@@ -69,6 +71,7 @@ class Film:
     def __init__(self, path: Path):
         if importlib.util.find_spec("imageio_ffmpeg") is None:
             usage_error("--video needs imageio-ffmpeg: pip install 'cleanba[video]'")
+        os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # or it would fork, which JAX's threads do not stand
         self.path, self._part = path, path.with_name(f"part-{path.name}")
         self._writer: Generator[None, np.ndarray, None] | None = None
 
@@ -95,15 +98,22 @@ def load(run: Path, script: str = "") -> tuple[ModuleType, Any, Any]:
     folder = run if (run / "params.safetensors").exists() else run / "model"
     if not (folder / "params.safetensors").exists():
         usage_error(f"{run} has no saved model; train with --save-model")
-    config = json.loads((folder / "config.json").read_text())
-    module = algorithm(config["algorithm"], script)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        name, experiment = str(config["algorithm"]), dict(config["experiment"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        usage_error(f"{folder / 'config.json'} does not describe a model: {error!r}")
+    module = algorithm(name, script)
     params = unflatten_dict(load_file(folder / "params.safetensors"), sep="/")
-    return module, experiment_args(module, config["experiment"]), params
+    return module, experiment_args(module, experiment), params
 
 
 def experiment_args(module: ModuleType, experiment: dict[str, Any]) -> Any:
     """The arguments that a config.json records."""
-    return module.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in experiment.items()})
+    try:
+        return module.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in experiment.items()})
+    except (AttributeError, TypeError) as error:
+        usage_error(f"the model's arguments are not those of {module.__name__}: {error}")
 
 
 def algorithm(name: str, script: str) -> ModuleType:
@@ -126,7 +136,7 @@ class Eval:
     """Play episodes with a saved model and print the returns as JSON."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """a run directory, or the model folder in it"""
+    """a run directory, the model folder in it, or hf:NAME/MODEL on the Hugging Face Hub"""
     episodes: int = 20
     """episodes to play"""
     num_envs: int = NUM_ENVS
@@ -147,10 +157,13 @@ class Eval:
                 usage_error(f"{option} {number} must be at least 1")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             usage_error(f"--out {self.out}: there is no directory {self.out.parent}")
-        module, args, params = load(self.run, self.script)
+        run = self._pulled() if self._is_on_hub else self.run
+        module, args, params = load(run, self.script)
+        if self._is_on_hub and ":" in args.env_id:
+            usage_error(f"{self.run} plays {args.env_id}, a module of yours; if you want that: cleanba eval {run}")
         args = replace(args, seed=args.seed if self.seed is None else self.seed)
         args.layout.start(args.cpu_threads)
-        film = Film(self.run / "videos" / f"seed-{args.seed}.mp4") if self.video else None
+        film = Film(run / "videos" / f"seed-{args.seed}.mp4") if self.video else None
         num_envs = min(self.episodes, self.num_envs)
         try:
             player = Player(module.act, args, num_envs, film.show if film else None)
@@ -172,6 +185,17 @@ class Eval:
         if self.out is not None:
             write_json(self.out, result)
         print(json.dumps(result))
+
+    @property
+    def _is_on_hub(self) -> bool:
+        return str(self.run).startswith("hf:")
+
+    def _pulled(self) -> Path:
+        """The run directory that the model was brought into."""
+        try:
+            return hub.pull(str(self.run).removeprefix("hf:"))
+        except hub.HubError as error:
+            usage_error(str(error))
 
 
 def standard_error(returns: list[float]) -> float | None:

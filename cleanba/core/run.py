@@ -37,6 +37,7 @@ from cleanba.core.processes import PeerLost, Peers
 from cleanba.core.records import Records, warn, write_json
 from cleanba.core.shards import State
 from cleanba.core.usage import usage_error
+from cleanba.tools import hub
 
 WINDOW = 100  # episodes that the displayed and final return is the mean of
 WRITTEN, FAILED = 1, 2  # how a process's part of a checkpoint went
@@ -239,6 +240,11 @@ class Run:
         """An existing directory must be this experiment's; a finished one is left alone. Its configuration, if any."""
         if self.args.track and importlib.util.find_spec("wandb") is None:
             usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
+        if self.args.upload_model:
+            try:
+                hub.check_token()
+            except hub.HubError as error:
+                usage_error(f"--upload-model: {error}")
         if self.dir.exists() and not self.dir.is_dir():
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
@@ -439,13 +445,24 @@ class Run:
             "sps": round(self.sps, 1),
             "episodic_return": self.episodic_return,
         }
-        if self.args.save_model:
+        if self.args.keeps_model:
             result |= self._save_model(act, params)
         write_json(self.dir / "result.json", result)
         self._say(f"fingerprint {self._last_fingerprint[:16]} after {self.global_step:,} steps; files in {self.dir}")
-        if self.args.save_model:
+        if self.args.keeps_model:
             command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
             self._say(f"next: {command} eval {self.dir} --episodes 100")
+        if self.args.upload_model:
+            self._upload()
+
+    def _upload(self) -> None:
+        """Put the model on the Hub. All files are written by now, so it can be done again."""
+        source = Path(sys.modules[type(self.args).__module__].__file__ or "")
+        try:
+            self._say(f"uploaded to {hub.push(self.dir, self.args.hf_entity, source)}")
+        except hub.HubError as error:
+            warn(f"not uploaded: {error}; to try again: cleanba push {self.dir} --hf-entity {self.args.hf_entity}")
+            raise SystemExit(1) from error
 
     def _save_model(self, act: Any, params: Any) -> dict[str, Any]:
         """Arrays and JSON, nothing that can execute; returns what the evaluation adds to the result."""
@@ -460,7 +477,11 @@ class Run:
         returns = self._play(act, params)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
         self._say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
-        return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
+        return {
+            "eval_episodic_return": mean,
+            "eval_episodic_return_std": deviation,
+            "eval_episodes": len(returns),
+        }
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._is_breakable = False
@@ -480,7 +501,7 @@ class Run:
             print(f"{name} after step {self.global_step:,}; files in {self.dir}; {rest}", file=sys.stderr)
         busy = any(thread.name.startswith("cleanba-") for thread in threading.enumerate())
         if error is not None and (busy or self._signal or self.place.processes > 1) and not sys.flags.interactive:
-            if not isinstance(error, KeyboardInterrupt | PeerLost):
+            if not isinstance(error, KeyboardInterrupt | PeerLost | SystemExit):
                 traceback.print_exception(error)
             why = f"ended because {error}" if isinstance(error, PeerLost) else f"ended: {type(error).__name__}: {error}"
             self.peers.end(status, why)

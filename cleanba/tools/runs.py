@@ -45,3 +45,15 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     if not records:
         usage_error(f"{run} has no metrics: no update has been finished")
     return records
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Arguments as one types them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None and value not in ((), []):
+            words += [f"--{option}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
