@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,11 @@ def test_an_engine_that_fails_to_render_is_named(monkeypatch: Any) -> None:
         first_frame(ARGS)
 
 
-def read_video(path: Path) -> np.ndarray:
+def read_video(path: Path, height: int, width: int) -> np.ndarray:
     """[frames, height, width, 3]"""
-    frames = imageio_ffmpeg.read_frames(path)
-    width, height = next(frames)["size"]
-    return np.stack([np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames])
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    pixels = subprocess.run(command, capture_output=True, check=True).stdout
+    return np.frombuffer(pixels, np.uint8).reshape(-1, height, width, 3)
 
 
 def test_a_film_has_the_frames_it_was_shown(tmp_path: Path) -> None:
@@ -140,8 +141,8 @@ def test_a_film_has_the_frames_it_was_shown(tmp_path: Path) -> None:
         assert not film.path.exists()
         film.show(np.broadcast_to(color, (48, 62, 3)).astype(np.uint8))
     film.close()
-    frames = read_video(film.path)
-    assert frames.shape == (12, 48, 62, 3)
+    frames = read_video(film.path, 48, 62)
+    assert len(frames) == 12
     np.testing.assert_allclose(frames.mean((1, 2)), colors, atol=12)
     assert list(film.path.parent.iterdir()) == [film.path]
 
@@ -178,8 +179,7 @@ def test_the_command_films_an_episode_of_the_evaluation(saved: Path, capsys: Any
     said = evaluated(capsys, saved, "--episodes", 3, "--video")
     assert said["video"] == str(saved / "videos" / "seed-1.mp4")
     assert said["returns"] == evaluated(capsys, saved, "--episodes", 3)["returns"]
-    frames = read_video(Path(said["video"]))
-    assert frames.shape == (1 + said["returns"][0], 400, 600, 3)
+    assert len(read_video(Path(said["video"]), 400, 600)) == 1 + said["returns"][0]
 
 
 def test_one_return_has_no_standard_error() -> None:

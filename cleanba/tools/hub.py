@@ -73,7 +73,9 @@ def in_one_line(model: str) -> Iterator[None]:
         raise HubError(f"{constants.ENDPOINT} answers {status} ({_plain(why)}){advice}") from error
     except errors.HFValidationError as error:
         raise HubError(f"{model!r} cannot be a model's name: {_plain(error)}") from error
-    except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
+    except RuntimeError as error:  # a file's upload failed; the cause says why
+        raise HubError(f"{constants.ENDPOINT} cannot be used: {_plain(error)} {_plain(error.__cause__)}") from error
+    except (errors.HTTPError, OSError, ValueError) as error:
         raise HubError(f"{constants.ENDPOINT} cannot be used: {_plain(error) or type(error).__name__}") from error
 
 
