@@ -39,7 +39,8 @@ class Collector:
 
     All shards take a step together, since waking EnvPool's threads costs more than a step of a small environment; the
     policy acts on one shard after another, whose shapes do not depend on how many there are. The environments are made
-    for rollout `since`; `params`, of whichever version, tell how large a recurrent policy's memory is.
+    for rollout `since`; `params`, of whichever version, tell how large a recurrent policy's memory is. Where there is
+    somebody to `show` frames to (see envs.make), the rollouts are stepwise.
     """
 
     def __init__(
@@ -51,15 +52,22 @@ class Collector:
         device: jax.Device,
         role: Role,
         since: int = 1,
+        show: envs.Show | None = None,
     ):
-        self._args, self._device, self._role, self.since = args, device, role, since
+        self._args, self._device, self._role, self.since, self._show = args, device, role, since, show
         self._shards = np.array(shards, np.uint32)
         self._act = partial(act, args=args)
-        self._engine = envs.make(args, shards, role, since)
+        self._act_on_all = jax.jit(lambda params, cursor, n, t: self._act_on(params, cursor, self._keys(n, t)))
+        self.open(params)
+
+    def open(self, params: Any) -> None:
+        """Make the environments: after `close`, the same ones anew. What is compiled for stepwise rollouts is kept;
+        fused ones have the environments' address in them."""
+        args, device = self._args, self._device
+        self._engine = envs.make(args, self._shards.tolist(), self._role, self.since, self._show)
         wants_fused = args.collect == "fused" or (args.collect == "auto" and device.platform == "cpu")
         self.fused = wants_fused and self._engine.xla_step is not None
         self._cursor = self._place(self._start(params, self._engine.reset()))  # [s, B, ...]
-        self._act_on_all = jax.jit(lambda params, cursor, n, t: self._act_on(params, cursor, self._keys(n, t)))
         self._rollout: Callable[..., tuple] = jax.jit(self._fused_rollout) if self.fused else self._stepwise_rollout
         self._replay: Callable[..., Cursor] = jax.jit(self._fused_replay) if self.fused else self._stepwise_replay
 
@@ -160,6 +168,7 @@ class Actors:
 
     def __init__(self, act: Callable[..., Acted], run: Any):
         self._act, self._run, self._args, self._lockstep = act, run, run.args, run.lockstep
+        run.act = act
         self._topology = run.args.layout
         self.devices = [device for device in self._topology.actor_devices for _ in range(self._args.num_actor_threads)]
         shards = self._topology.shards_of(run.place.process, self._args.num_shards)

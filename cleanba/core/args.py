@@ -17,7 +17,7 @@ INSTEAD = {
     "--num-actor-devices": "--topology, such as a0,1-l2,3-d1",
     "--distributed": "--topology, such as a0-l0-d2 for two processes",
     "--cuda": "JAX's own choice of device, or JAX_PLATFORMS=cpu",
-    "--capture-video": "--save-model, then `cleanba eval RUN`",
+    "--capture-video": "--save-model, then `cleanba eval RUN --video`",
 }
 
 
@@ -56,8 +56,14 @@ class MachineArgs:
     """the NAME in that (default: the algorithm file's)"""
     save_model: bool = False
     """at the end: save the parameters, evaluate them on fresh environments, draw the learning curve"""
+    eval_every: int = 0
+    """updates between evaluations on fresh environments while training; 0: none"""
     eval_episodes: int = 20
-    """episodes of that evaluation"""
+    """episodes of an evaluation"""
+    upload_model: bool = False
+    """at the end: put the model on the Hugging Face Hub, too; implies --save-model"""
+    hf_entity: str = ""
+    """user or organization there"""
     quiet: bool = False
     """show neither progress nor results, only warnings and errors"""
     track: bool = False
@@ -143,6 +149,11 @@ class CoreArgs(MachineArgs):
         return (0, number * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]) if unit else (number, 0.0)
 
     @property
+    def keeps_model(self) -> bool:
+        """Whether the model is saved and evaluated at the end."""
+        return self.save_model or self.upload_model
+
+    @property
     def env_spec(self) -> envs.EnvSpec:
         """What the environment shows and takes."""
         return envs.make_spec(self.env_id, self.engine, self.atari_protocol)
@@ -176,6 +187,10 @@ class CoreArgs(MachineArgs):
             f"(--num-envs {self.num_envs} x --num-steps {self.num_steps})",
         )
         _ = self.checkpoint_interval
+        self.check_that(
+            self.hf_entity or not self.upload_model,
+            "--upload-model needs --hf-entity NAME, a user or an organization on the Hugging Face Hub",
+        )
         self.check_that(self.peer_timeout > 0, "--peer-timeout must be more than 0 seconds")
         self.check_topology()
         try:

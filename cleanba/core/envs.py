@@ -4,7 +4,9 @@ An engine holds the shards of one actor thread, which take their steps together.
 `xla_step`, where it is not None, does so inside a jitted call. Both reset on the step after an end (see rollout.py).
 """
 
+import ctypes
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +45,9 @@ ATARI_PROTOCOLS: dict[str, dict[str, Any]] = {
         reward_clip=True,
     ),
 }
+
+
+Show = Callable[[np.ndarray], None]  # is given frames, [height, width, 3] of uint8
 
 
 class EnvError(Exception):
@@ -91,18 +96,26 @@ class Engine(Protocol):
     def step(self, action: np.ndarray) -> Outcome:
         """Act in all environments, [s, B, ...]."""
 
+    def render(self) -> np.ndarray:
+        """What one would see of the first environment, [height, width, 3]; it must have been made to be shown."""
+
     def close(self) -> None:
         """Release the environments."""
 
 
-def make(args: Any, shards: Sequence[int], role: Role, since: int = 1) -> Engine:
-    """The environments of these shards from rollout `since` on, seeded by their global indices."""
+def make(args: Any, shards: Sequence[int], role: Role, since: int = 1, show: Show | None = None) -> Engine:
+    """The environments of these shards from rollout `since` on, seeded by their global indices. `show` is given the
+    frames of the first one's first episode."""
     num_envs = args.envs_per_shard
     indices = [shard * num_envs + i for shard in shards for i in range(num_envs)]
     seeds = env_seeds(args.seed, role, indices, since)
+    is_shown = show is not None
+    engine: Engine
     if args.env_spec.engine == "gymnasium":
-        return GymnasiumEngine(args.env_id, num_envs, seeds, indices)
-    return EnvPoolEngine(args.env_id, args.atari_protocol, num_envs, seeds, args.env_threads)
+        engine = GymnasiumEngine(args.env_id, num_envs, seeds, indices, is_shown)
+    else:
+        engine = EnvPoolEngine(args.env_id, args.atari_protocol, num_envs, seeds, args.env_threads, is_shown)
+    return engine if show is None else Shown(engine, show, f"{args.env_spec.engine} cannot render {args.env_id}")
 
 
 @functools.cache
@@ -158,17 +171,28 @@ def envpool_options(env_id: str, protocol: str) -> dict[str, Any]:
 class EnvPoolEngine:
     """One EnvPool for all shards."""
 
-    def __init__(self, env_id: str, protocol: str, num_envs: int, seeds: Sequence[int], num_threads: int):
+    def __init__(
+        self,
+        env_id: str,
+        protocol: str,
+        num_envs: int,
+        seeds: Sequence[int],
+        num_threads: int,
+        is_shown: bool = False,
+    ):
         self._ids, self._shape = np.arange(len(seeds), dtype=np.int32), (-1, num_envs)
         options = envpool_options(env_id, protocol)
         self._lives = options.get("episodic_life", False)
         self._atari = bool(options)
+        if is_shown:
+            _load_egl(env_id)
         self._pool = envpool.make(
             env_id,
             env_type="gymnasium",
             num_envs=len(seeds),
             num_threads=min(num_threads, len(seeds)),
             seed=list(seeds),
+            render_mode="rgb_array" if is_shown else None,
             **options,
         )
         self._action_dtype = np.dtype(self._pool.spec.action_array_spec["action"].dtype)
@@ -206,9 +230,26 @@ class EnvPoolEngine:
         answers = (obs, reward, terminated, truncated, score, over)
         return Outcome(*(x.reshape(*self._shape, *x.shape[1:]) for x in answers))
 
+    def render(self) -> np.ndarray:
+        """The first environment."""
+        return self._pool.render(env_ids=[0])[0]
+
     def close(self) -> None:
         """Release the environments."""
         self._pool.close()
+
+
+def _load_egl(env_id: str) -> None:
+    """MuJoCo looks for OpenGL among the libraries that are loaded, does not find the one that comes with EnvPool, and
+    then ends the process: so the system's is loaded first."""
+    if ".mujoco." not in type(envpool.make_spec(env_id)).__mro__[1].__module__:
+        return
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise EnvError(
+            f"envpool cannot render {env_id} without EGL (Debian: libegl1 and libegl-mesa0): {error}"
+        ) from error
 
 
 class _Named(gymnasium.Wrapper):
@@ -234,9 +275,12 @@ class GymnasiumEngine:
     handle: Any = None
     xla_step: Callable[..., Any] | None = None
 
-    def __init__(self, env_id: str, num_envs: int, seeds: Sequence[int], indices: Sequence[int]):
+    def __init__(
+        self, env_id: str, num_envs: int, seeds: Sequence[int], indices: Sequence[int], is_shown: bool = False
+    ):
         blocks = [slice(i, i + num_envs) for i in range(0, len(indices), num_envs)]
-        makers = [lambda index=index: _Named(gymnasium.make(env_id), index) for index in indices]
+        how = _render_mode(env_id) if is_shown else {}
+        makers = [lambda index=index: _Named(gymnasium.make(env_id, **how), index) for index in indices]
         self._shards = [gymnasium.vector.SyncVectorEnv(makers[block]) for block in blocks]
         self._seeds: list[list[int | None]] = [list(seeds[block]) for block in blocks]
 
@@ -252,10 +296,63 @@ class GymnasiumEngine:
         outcome = Outcome(obs, reward, terminated, truncated, score=reward, over=terminated | truncated)
         return jax.tree.map(_narrow, outcome)
 
+    def render(self) -> np.ndarray:
+        """The first environment."""
+        return np.asarray(self._shards[0].envs[0].render())
+
     def close(self) -> None:
         """Release the environments."""
         for envs in self._shards:
             envs.close()
+
+
+def _render_mode(env_id: str) -> dict[str, Any]:
+    """What to make a Gymnasium environment with; one that cannot render would only warn. Pygame, with which many draw,
+    shall neither greet nor look for a screen."""
+    os.environ |= {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy"}
+    env = gymnasium.make(env_id)
+    modes = env.metadata.get("render_modes", [])
+    env.close()
+    if "rgb_array" not in modes:
+        raise EnvError(f"gymnasium cannot render {env_id}: its render modes are {modes}, without rgb_array")
+    return {"render_mode": "rgb_array"}
+
+
+class Shown:
+    """An engine whose first environment is shown, frame by frame, until its first episode is over."""
+
+    handle: Any = None
+    xla_step: Callable[..., Any] | None = None
+
+    def __init__(self, engine: Engine, show: Show, refusal: str):
+        self._engine, self._show, self._refusal = engine, show, refusal
+        self._is_over = False
+
+    def reset(self) -> np.ndarray:
+        """The first observations; EnvError if there is nothing to see."""
+        obs = self._engine.reset()
+        try:
+            frame = self.render()
+        except (RuntimeError, ImportError, gymnasium.error.Error) as error:
+            raise EnvError(f"{self._refusal}: {' '.join(str(error).split())}") from error
+        self._show(frame)
+        return obs
+
+    def step(self, action: np.ndarray) -> Outcome:
+        """Act in all environments."""
+        outcome = self._engine.step(action)
+        if not self._is_over:
+            self._show(self.render())
+            self._is_over = bool(outcome.over[0, 0])
+        return outcome
+
+    def render(self) -> np.ndarray:
+        """The first environment."""
+        return self._engine.render()
+
+    def close(self) -> None:
+        """Release the environments."""
+        self._engine.close()
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:

@@ -22,6 +22,13 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
 class Appender:
     """A file that only grows. What the disk refuses is kept and tried again; `add` never waits for the disk."""
 

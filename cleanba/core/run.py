@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +33,10 @@ from cleanba.core.checkpoint import Checkpoints, Snapshot, like
 from cleanba.core.display import Display
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.processes import PeerLost, Peers
-from cleanba.core.records import Records, warn
+from cleanba.core.records import Records, warn, write_json
 from cleanba.core.shards import State
 from cleanba.core.usage import usage_error
+from cleanba.tools import hub
 
 WINDOW = 100  # episodes that the displayed and final return is the mean of
 WRITTEN, FAILED = 1, 2  # how a process's part of a checkpoint went
@@ -74,6 +76,7 @@ class Run:
         self.lockstep = Lockstep(args.num_updates, args.concurrency, len(args.layout.actors) * args.num_actor_threads)
         self.global_step = 0
         self.done = 0  # updates of earlier sessions
+        self.act: Any = None  # the policy, once there are actors
         self.acting: Any = None  # the parameters that the rollout under way uses, where they are not the newest
         self.carries: dict[int, Any] = {}  # to resume a recurrent policy with
         self._restored: Snapshot | None = None
@@ -88,6 +91,7 @@ class Run:
         self._display = Display(args.num_updates, visible=self._is_main and not args.quiet)
         self._timed_from: tuple[float, int] | None = None
         self._last_fingerprint = ""
+        self._player: evaluate.Player | None = None
 
     @property
     def _is_main(self) -> bool:
@@ -219,6 +223,11 @@ class Run:
         """An existing directory must be this experiment's; a finished one is left alone. Its configuration, if any."""
         if self.args.track and importlib.util.find_spec("wandb") is None:
             usage_error("--track needs Weights & Biases: pip install 'cleanba[track]'")
+        if self.args.upload_model:
+            try:
+                hub.check_token()
+            except hub.HubError as error:
+                usage_error(f"--upload-model: {error}")
         if self.dir.exists() and not self.dir.is_dir():
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
@@ -271,7 +280,10 @@ class Run:
         return np.array([self._signal, is_time, written], np.int32)
 
     def log(self, n: int, metrics: dict[str, float], collected: Collected, state: State) -> None:
-        """Record update n everywhere, and save it when it is time to."""
+        """Record update n everywhere, evaluate and save it when it is time to."""
+        if self._is_main and self.args.eval_every and n % self.args.eval_every == 0:
+            with self.lockstep.clock("eval"):
+                metrics = metrics | {"charts/eval_episodic_return": float(np.mean(self._play(self.act, state.params)))}
         with self.lockstep.clock("log"):
             self._log(n, metrics, collected, state, self.lockstep.clock.lap())
 
@@ -373,6 +385,14 @@ class Run:
         """The mean of the last episodes that ended; None before the first."""
         return float(np.mean(self._returns)) if self._returns else None
 
+    def _play(self, act: Any, params: Any) -> list[float]:
+        """The returns of an evaluation, each time in the same environments: a resumed run gets the same ones, too."""
+        if self._player is None:
+            args = replace(self.args, collect="stepwise")  # what is compiled serves all evaluations
+            self._player = evaluate.Player(act, args, min(args.eval_episodes, evaluate.NUM_ENVS))
+        player = self._player
+        return self.lockstep.call(lambda: player.play(params, self.args.eval_episodes))
+
     def finish(self, act: Any, params: Any) -> None:
         """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
         self._display.stop()
@@ -389,14 +409,25 @@ class Run:
             "sps": round(self.sps, 1),
             "episodic_return": self.episodic_return,
         }
-        if self.args.save_model:
+        if self.args.keeps_model:
             result |= self._save_model(act, params)
         write_json(self.dir / "result.json", result)
         begins = self._last_fingerprint[:16]
         self._display.say(f"fingerprint {begins} after {self.global_step:,} steps; files in {self.dir}")
-        if self.args.save_model:
+        if self.args.keeps_model:
             command = "cleanba" if shutil.which("cleanba") else os.path.relpath(Path(sys.executable).parent / "cleanba")
             self._display.say(f"next: {command} eval {self.dir} --episodes 100")
+        if self.args.upload_model:
+            self._upload()
+
+    def _upload(self) -> None:
+        """Put the model on the Hub. All files are written by now, so it can be done again."""
+        source = Path(sys.modules[type(self.args).__module__].__file__ or "")
+        try:
+            self._display.say(f"uploaded to {hub.push(self.dir, self.args.hf_entity, source)}")
+        except hub.HubError as error:
+            warn(f"not uploaded: {error}; to try again: cleanba push {self.dir} --hf-entity {self.args.hf_entity}")
+            raise SystemExit(1) from error
 
     def _save_model(self, act: Any, params: Any) -> dict[str, Any]:
         """Arrays and JSON, nothing that can execute; returns what the evaluation adds to the result."""
@@ -408,10 +439,14 @@ class Run:
 
         plot([self.dir], curve)
         self._display.say(f"model in {model}, learning curve in {curve}; evaluating")
-        returns = self.lockstep.call(lambda: evaluate.play(act, params, self.args, self.args.eval_episodes))
+        returns = self._play(act, params)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
         self._display.say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
-        return {"eval_episodic_return": mean, "eval_episodes": len(returns)}
+        return {
+            "eval_episodic_return": mean,
+            "eval_episodic_return_std": deviation,
+            "eval_episodes": len(returns),
+        }
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._is_breakable = False
@@ -431,7 +466,7 @@ class Run:
             print(f"{name} after step {self.global_step:,}; files in {self.dir}; {rest}", file=sys.stderr)
         busy = any(thread.name.startswith("cleanba-") for thread in threading.enumerate())
         if error is not None and (busy or self._signal or self.place.processes > 1) and not sys.flags.interactive:
-            if not isinstance(error, KeyboardInterrupt | PeerLost):
+            if not isinstance(error, KeyboardInterrupt | PeerLost | SystemExit):
                 traceback.print_exception(error)
             why = f"ended because {error}" if isinstance(error, PeerLost) else f"ended: {type(error).__name__}: {error}"
             self.peers.end(status, why)
@@ -445,13 +480,6 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def differences(config: dict[str, Any], args: CoreArgs, algorithm: str) -> list[str]:

@@ -10,6 +10,8 @@ COMMANDS = {
     "diff": ("cleanba.tools.diff", "Diff", "name the first update at which two runs differ"),
     "plot": ("cleanba.tools.plot", "Plot", "draw the learning curves of runs"),
     "report": ("cleanba.tools.report", "Report", "compare runs on one page: curves, scores, intervals"),
+    "push": ("cleanba.tools.hub", "Push", "put a saved model on the Hugging Face Hub"),
+    "pull": ("cleanba.tools.hub", "Pull", "bring a model from the Hugging Face Hub"),
     "fork": ("cleanba.tools.fork", "Fork", "start a new run from a checkpoint, with other arguments"),
     "torture": ("cleanba.tools.torture", "Torture", "kill a run again and again, and see that its numbers do not move"),
     "bench": ("cleanba.tools.bench", "Bench", "measure how fast a workload trains, and what limits it"),

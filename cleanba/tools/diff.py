@@ -14,14 +14,14 @@ Pairs = dict[str, tuple[Any, Any]]  # what differs, with both values
 ABSENT = "-"
 
 
-def is_timing(key: str) -> bool:
-    """Whether this metric says how fast the run was, not what it learned."""
-    return key == "charts/SPS" or key.startswith("stats/")
+def is_aside(key: str) -> bool:
+    """Whether this metric says how fast the run was, or how well it did when somebody looked; not what it learned."""
+    return key in ("charts/SPS", "charts/eval_episodic_return") or key.startswith("stats/")
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> Pairs:
     """The keys whose values differ as written: so that NaN equals NaN, and 0.0 is not -0.0."""
-    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in a | b if not is_timing(key)}
+    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in a | b if not is_aside(key)}
     return {key: (x, y) for key, (x, y) in pairs.items() if json.dumps(x) != json.dumps(y)}
 
 
@@ -79,8 +79,9 @@ def _table(head: str, run_a: Path, run_b: Path, pairs: Pairs) -> None:
 
 @dataclass(frozen=True)
 class Diff:
-    """Name the first update at which two runs differ, or say that they are identical. Timings are not compared.
+    """Name the first update at which two runs differ, or say that they are identical.
 
+    Neither timings nor evaluations are compared, since they do not change what is learned.
     Exit status: 0 if identical, 1 if they differ or one stops earlier, 2 if there is nothing to compare.
     """
 

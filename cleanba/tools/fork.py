@@ -14,26 +14,14 @@ import tyro
 
 from cleanba.core.checkpoint import Checkpoints, Damaged
 from cleanba.core.evaluate import algorithm, experiment_args
-from cleanba.core.run import write_json
+from cleanba.core.records import write_json
 from cleanba.core.usage import read, usage_error
-from cleanba.tools.runs import read_config
+from cleanba.tools.runs import flags, read_config
 
 # What the environments depend on: with other values they could not be replayed. And the lag, because a checkpoint holds
 # the parameters of the rollout under way.
 KEPT = ["env_id", "engine", "atari_protocol", "seed", "num_envs", "num_steps", "num_shards", "renew_envs_every"]
 KEPT += ["concurrency"]
-
-
-def flags(arguments: dict[str, Any]) -> list[str]:
-    """Arguments as one types them."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif value is not None and value != ():
-            words += [f"--{option}", *map(str, value if isinstance(value, list | tuple) else [value])]
-    return words
 
 
 @dataclass(frozen=True)

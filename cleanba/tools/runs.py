@@ -74,3 +74,15 @@ def read_records(run: Path) -> list[dict[str, Any]]:
             usage_error(f"{path} is damaged: line {number} is not the record of an update")
         records.append(record)
     return records
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Arguments as one types them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None and value not in ((), []):
+            words += [f"--{option}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
