@@ -160,7 +160,8 @@ def test_commands_are_ones_that_the_code_accepts(
 
 
 def test_commands_are_found_in_every_shape() -> None:
-    text = """`cleanba diff A B`, but not `cleanba diff` or `cleanba eval --script`; `COMMAND="python cleanba/ppo.py --seed 1"`
+    text = """`cleanba diff A B`, but not `cleanba diff` or `cleanba eval --script`;
+`COMMAND="python cleanba/ppo.py --seed 1"`
 ```
 .venv/bin/python cleanba/dqn.py --seed 2 \\
     --save-model          # a comment
