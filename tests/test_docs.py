@@ -76,12 +76,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def lines_of_code(text: str) -> Iterator[str]:
     """Of blocks that are shell commands or nothing in particular, continued lines joined; and what stands in a line
-    between backticks, if it is more than a name."""
+    between backticks, if it is more than the name of a command or its option."""
     for language, block in FENCE.findall(text):
         if language in ("", "bash", "yaml"):
             yield from block.replace("\\\n", " ").splitlines()
     for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
-        if re.match(r"(cleanba \w+|(\w+=)?\W?python [\w/]+\.py|make train) \S", span):
+        if re.match(r"cleanba \w+ [^\s-]|((\w+=)?\W?python [\w/]+\.py|make train) \S", span):
             yield span
 
 
@@ -160,7 +160,8 @@ def test_commands_are_ones_that_the_code_accepts(
 
 
 def test_commands_are_found_in_every_shape() -> None:
-    text = """`cleanba diff A B`, but `cleanba diff` is only a name; `COMMAND="python cleanba/ppo.py --seed 1"`
+    text = """`cleanba diff A B`, but not `cleanba diff` or `cleanba eval --script`;
+`COMMAND="python cleanba/ppo.py --seed 1"`
 ```
 .venv/bin/python cleanba/dqn.py --seed 2 \\
     --save-model          # a comment
