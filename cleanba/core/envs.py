@@ -232,7 +232,7 @@ class EnvPoolEngine:
 
     def render(self) -> np.ndarray:
         """The first environment."""
-        return self._pool.render(env_ids=[0])[0]
+        return np.asarray(self._pool.render(env_ids=[0]))[0]
 
     def close(self) -> None:
         """Release the environments."""

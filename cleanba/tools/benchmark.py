@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cleanba.core.run import write_json
+from cleanba.core.records import write_json
 from cleanba.core.usage import usage_error
 from cleanba.tools.grid import Ended, Grid, Job, Workers, find_script, hold, markdown, ranges, show_failures
 from cleanba.tools.launch import SBATCH, check_plain, directives

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cleanba.core.run import write_json
+from cleanba.core.records import write_json
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.fork import flags
 from cleanba.tools.grid import Ended, Grid, Job, Workers, hold, markdown, show_failures
