@@ -126,7 +126,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            (None, "no metrics.jsonl"),
+            (None, "no update has been finished"),
             ("", "no update has been finished"),
             ('{"update": 1, "glob', "no update has been finished"),
             ('{"update": 1, "global_step": 1}\nnonsense\n{"update": 3, "global_step": 3}\n', "line 2"),
