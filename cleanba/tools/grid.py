@@ -273,7 +273,7 @@ class Workers:
                 start_new_session=True,
             )
         self._running.append(Running(job, share, process, log, log.tell(), time.monotonic()))
-        print(f"started   {job.run_dir.name} on {share}", flush=True)
+        print(f"started   {job.run_dir} on {share}", flush=True)
 
     def _stop_all(self, signum: int) -> None:
         again = bool(self.signal)
@@ -304,7 +304,7 @@ def show_failures(failures: Sequence[Ended]) -> None:
     """Each with its last lines."""
     for ended in failures:
         how = f"status {ended.status}" if ended.status >= 0 else signal.Signals(-ended.status).name
-        print(f"\nFAILED {ended.job.run_dir.name} ({how}); the end of {ended.job.log}:", file=sys.stderr)
+        print(f"\nFAILED {ended.job.run_dir} ({how}); the end of {ended.job.log}:", file=sys.stderr)
         print("\n".join(f"    {line}" for line in ended.said), file=sys.stderr, flush=True)
 
 
