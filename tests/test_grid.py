@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -20,7 +21,7 @@ from cleanba.ppo import Args
 from cleanba.tools import grid
 from cleanba.tools.benchmark import table
 from cleanba.tools.cli import main
-from cleanba.tools.grid import ENV_SETS, Job, Share, hold, markdown, ranges, share_out
+from cleanba.tools.grid import ENV_SETS, Job, Share, Workers, hold, markdown, ranges, share_out
 from cleanba.tools.tune import Tune, parse_search, part_returns
 
 STUB = '''"""Stands in for a training. STUB_FAIL and STUB_WAIT name runs, ENV/SEED, that fail or wait for a signal."""
@@ -275,6 +276,19 @@ class TestEnds:
         assert cleanba("benchmark", *options, *arguments) == 0
         assert_same(run, reference)
         assert "going on after update" in run.with_name(f"{run.name}.log").read_text()
+
+    def test_a_second_ctrl_c_does_not_wait(self, monkeypatch):
+        sent: list[int] = []
+        workers = Workers([])
+        monkeypatch.setattr(workers, "_running", [SimpleNamespace(send=sent.append)])
+        workers._stop_all(signal.SIGINT)
+        workers._stop_all(signal.SIGINT)  # within a second: the same one, handed on
+        assert sent == [signal.SIGTERM]
+        workers._signal_time -= 2
+        workers._stop_all(signal.SIGTERM)  # a scheduler repeats itself
+        workers._stop_all(signal.SIGINT)
+        assert sent == [signal.SIGTERM, signal.SIGKILL]
+        assert workers.signal == signal.SIGINT
 
     def test_a_run_of_several_processes_ends_with_the_grid_too(self, monkeypatch):
         done: list[str] = []

@@ -385,11 +385,10 @@ class Grid:
         first = read_script(script, ["--env-id", self.all_env_ids[0], "--seed", str(self.start_seed), *arguments])
         for seed in (self.start_seed, self.seeds[-1]):
             replace(first, seed=seed).check()
+        # Of a set's members one stands for all: looking at an Atari game takes half a second.
         set_of = {env_id: name for name, members in ENV_SETS.items() for env_id in members}
         for env_id in {set_of.get(env_id, env_id): env_id for env_id in self.all_env_ids}.values():
-            replace(
-                first, env_id=env_id
-            ).check()  # one stands for its set: looking at an Atari game takes half a second
+            replace(first, env_id=env_id).check()
         return first
 
     def name(self, first: Any) -> str:
