@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -15,13 +16,12 @@ import pytest
 from sessions import ENV, OFTEN, ROOT, SMALL, STARTED, assert_same, checkpoints, end, wait_for
 from test_launch import directives, fake, run_job
 
-from cleanba.core import envs
-from cleanba.core.args import CoreArgs
+from cleanba.core import args, envs
 from cleanba.ppo import Args
 from cleanba.tools import grid
 from cleanba.tools.benchmark import table
 from cleanba.tools.cli import main
-from cleanba.tools.grid import ENV_SETS, Job, Share, hold, markdown, ranges, share_out
+from cleanba.tools.grid import ENV_SETS, Job, Share, Workers, hold, markdown, ranges, share_out
 from cleanba.tools.tune import Tune, parse_search, part_returns
 
 STUB = '''"""Stands in for a training. STUB_FAIL and STUB_WAIT name runs, ENV/SEED, that fail or wait for a signal."""
@@ -145,8 +145,8 @@ class TestBenchmark:
         out = work / "out"
         names = [f"{env_id}__stub__{seed}" for env_id in (ACROBOT, CARTPOLE) for seed in (1, 2)]
         assert started(out) == dict.fromkeys(names, 1)
-        shares = [list(share.cores) for share in share_out(2, 1)]
-        assert all(sessions(out / name)[0]["cores"] in [*shares, sorted(os.sched_getaffinity(0))] for name in names)
+        shares = [sorted(share.cores or os.sched_getaffinity(0)) for share in share_out(2, 1)]
+        assert all(sessions(out / name)[0]["cores"] in shares for name in names)
         written = (out / "benchmark.md").read_text()
         cells = [line.strip("| ").split(" | ") for line in written.splitlines()[2:]]
         assert [[cell.strip() for cell in row] for row in cells] == [
@@ -166,7 +166,7 @@ class TestBenchmark:
         assert benchmark(*options) == 1
         out, err = capsys.readouterr()
         assert "1 of 2" in out
-        assert "FAILED CartPole-v1__stub__1 (status 3); the end of " in err
+        assert "FAILED out/CartPole-v1__stub__1 (status 3); the end of " in err
         assert err.count("    many words\n    and then it failed\n") == 2
         assert err.count("many words") == 2 * (grid.LAST_LINES - 1)
         assert "2 of 4 runs failed" in err
@@ -247,7 +247,7 @@ class TestEnds:
         wait_for((out / names[2] / "waiting").exists, process)  # its worker goes on with the next
         process.send_signal(signal.SIGTERM)
         said, err = end(process, 128 + signal.SIGTERM)
-        assert "FAILED    CartPole-v1__stub__1" in said
+        assert "FAILED    out/CartPole-v1__stub__1" in said
         assert "(SIGKILL)" in err
         assert "the same command goes on" in err
         assert [(out / name / "checkpoint").exists() for name in names[:3]] == [False, True, True]
@@ -276,6 +276,27 @@ class TestEnds:
         assert cleanba("benchmark", *options, *arguments) == 0
         assert_same(run, reference)
         assert "going on after update" in run.with_name(f"{run.name}.log").read_text()
+
+    def test_a_second_ctrl_c_does_not_wait(self, monkeypatch):
+        sent: list[int] = []
+        workers = Workers([])
+        monkeypatch.setattr(workers, "_running", [SimpleNamespace(send=sent.append)])
+        workers._stop_all(signal.SIGINT)
+        workers._stop_all(signal.SIGINT)  # within a second: the same one, handed on
+        assert sent == [signal.SIGTERM]
+        workers._signal_time -= 2
+        workers._stop_all(signal.SIGTERM)  # a scheduler repeats itself
+        workers._stop_all(signal.SIGINT)
+        assert sent == [signal.SIGTERM, signal.SIGKILL]
+        assert workers.signal == signal.SIGINT
+
+    def test_a_run_of_several_processes_ends_with_the_grid_too(self, monkeypatch):
+        done: list[str] = []
+        monkeypatch.setattr(args, "end_with_supervisor", lambda: done.append("watches"))
+        monkeypatch.setattr(args, "supervise", lambda *_: done.append("starts its processes"))
+        with pytest.raises(SystemExit):
+            args.parse(Args, ["--topology", "a0-l0-d2"])
+        assert done == ["watches", "starts its processes"]
 
 
 @pytest.fixture
@@ -524,7 +545,7 @@ class TestTune:
         monkeypatch.setenv("STUB_FAIL", f"{ACROBOT}/1")
         assert self.tune("--num-trials", 2) == 1
         out, err = capsys.readouterr()
-        assert "2 fail trials" in out
+        assert "trials: 2 failed; wrote" in out
         assert "and then it failed" in err
 
     def test_a_bad_trial_is_pruned(self, work, monkeypatch, capsys):
@@ -550,14 +571,14 @@ class TestTune:
         assert "trial 5: pruned" in capsys.readouterr().out
 
     def test_parts_of_a_run(self, tmp_path):
-        args = CoreArgs(total_timesteps=25, num_envs=1, num_steps=1)
+        own = args.CoreArgs(total_timesteps=25, num_envs=1, num_steps=1)
         records = [
             {"update": n, "global_step": n, "charts/episodes": n % 3} | ({"charts/episodic_return": n} if n % 3 else {})
             for n in range(1, 12)
         ]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         # parts end after updates 3, 5, 8, 10, 13, ...
-        assert part_returns(Job(args, tmp_path, [])) == pytest.approx([(1 + 2 * 2) / 3, (4 + 5 * 2) / 3, 23 / 3, 10.0])
+        assert part_returns(Job(own, tmp_path, [])) == pytest.approx([(1 + 2 * 2) / 3, (4 + 5 * 2) / 3, 23 / 3, 10.0])
 
 
 def test_columns_line_up() -> None:

@@ -189,12 +189,10 @@ class Benchmark(Grid):
         with hold(folder), Workers(shares) as workers:
             for ended in workers.run([job for job in jobs if job.result is None]):
                 self._write(folder, jobs)
-                how = "finished " if not ended.failed else "stopped  " if workers.signal else "FAILED   "
-                failures += [ended] * (how == "FAILED   ")
-                done = sum(job.result is not None for job in jobs)
-                print(
-                    f"{how} {ended.job.run_dir.name} after {ended.seconds:,.0f} s ({done} of {len(jobs)})", flush=True
-                )
+                how = "finished" if not ended.failed else "stopped" if workers.signal else "FAILED"
+                failures += [ended] * (how == "FAILED")
+                done = f"{sum(job.result is not None for job in jobs)} of {len(jobs)}"
+                print(f"{how:9} {ended.job.run_dir} after {ended.seconds:,.0f} s ({done})", flush=True)
         self._report(folder, jobs)
         show_failures(failures)
         if workers.signal:

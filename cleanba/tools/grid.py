@@ -273,7 +273,7 @@ class Workers:
                 start_new_session=True,
             )
         self._running.append(Running(job, share, process, log, log.tell(), time.monotonic()))
-        print(f"started   {job.run_dir.name} on {share}", flush=True)
+        print(f"started   {job.run_dir} on {share}", flush=True)
 
     def _stop_all(self, signum: int) -> None:
         again = bool(self.signal)
@@ -304,7 +304,7 @@ def show_failures(failures: Sequence[Ended]) -> None:
     """Each with its last lines."""
     for ended in failures:
         how = f"status {ended.status}" if ended.status >= 0 else signal.Signals(-ended.status).name
-        print(f"\nFAILED {ended.job.run_dir.name} ({how}); the end of {ended.job.log}:", file=sys.stderr)
+        print(f"\nFAILED {ended.job.run_dir} ({how}); the end of {ended.job.log}:", file=sys.stderr)
         print("\n".join(f"    {line}" for line in ended.said), file=sys.stderr, flush=True)
 
 
@@ -385,11 +385,10 @@ class Grid:
         first = read_script(script, ["--env-id", self.all_env_ids[0], "--seed", str(self.start_seed), *arguments])
         for seed in (self.start_seed, self.seeds[-1]):
             replace(first, seed=seed).check()
+        # Of a set's members one stands for all: looking at an Atari game takes half a second.
         set_of = {env_id: name for name, members in ENV_SETS.items() for env_id in members}
         for env_id in {set_of.get(env_id, env_id): env_id for env_id in self.all_env_ids}.values():
-            replace(
-                first, env_id=env_id
-            ).check()  # one stands for its set: looking at an Atari game takes half a second
+            replace(first, env_id=env_id).check()
         return first
 
     def name(self, first: Any) -> str:

@@ -24,6 +24,7 @@ from cleanba.tools.runs import read_records
 AGGREGATIONS: dict[str, Callable[..., Any]] = {"average": np.mean, "median": np.median, "max": np.max, "min": np.min}
 PARTS = 10  # of a run, at whose ends trials are compared
 SHOWN = 10  # best trials in the table
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
 
 def parse_search(text: str, args: Any) -> tuple[str, Any]:
@@ -300,16 +301,16 @@ class Tune(Grid):
         ]
         lines = markdown(["trial", "score", *self.all_env_ids, *names], rows)
         trials = [
-            {"trial": t.number, "state": t.state.name.lower(), "score": t.value, "params": t.params, **t.user_attrs}
+            {"trial": t.number, "state": STATES[t.state.name], "score": t.value, "params": t.params, **t.user_attrs}
             for t in study.trials
         ]
         best = self._best_command(done[0].params) if done else ""
         write_json(folder / "tune.json", {**study.user_attrs["asked"], "best_command": best, "trials": trials})
         (folder / "tune.md").write_text("\n".join(lines) + "\n")
-        states = [t.state.name.lower() for t in study.trials]
+        states = [STATES[t.state.name] for t in study.trials]
         print("\n" + "\n".join(lines) + "\n")
-        print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) + " trials", end="; ")
-        print(f"wrote {folder / 'tune.md'} and {folder / 'tune.json'}")
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        print(f"trials: {counts}; wrote {folder / 'tune.md'} and {folder / 'tune.json'}", flush=True)
         show_failures(failures)
         if best:
             print(f"best: {best}", flush=True)
@@ -324,4 +325,5 @@ class Tune(Grid):
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """As --search has it, but not all the digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
