@@ -27,7 +27,7 @@ from cleanba.tools.curves import (
     training_time,
     variants,
 )
-from cleanba.tools.report import Comparison, content, estimate, page, profile
+from cleanba.tools.report import Comparison, content, estimate, iqm, page, profile
 from cleanba.tools.runs import find_runs
 from cleanba.tools.scores import RANDOM_AND_HUMAN, human_normalized, is_atari
 
@@ -259,8 +259,10 @@ class TestBand:
 class TestStatistics:
     def test_interquartile_mean(self):
         scores = np.array([1000.0, 3, 1, 2, 4, -1000, 5, 0])
-        found = estimate([scores[:3], scores[3:]], aggregate_iqm)
+        found = estimate([scores[:3], scores[3:]], iqm)
         assert found.point == pytest.approx((1 + 2 + 3 + 4) / 4)
+        for n in range(1, 9):
+            assert iqm(scores[:n]) == pytest.approx(aggregate_iqm(scores[:n]))
         assert found.low <= found.point <= found.high
 
     def test_tasks_are_drawn_apart(self):
@@ -270,7 +272,7 @@ class TestStatistics:
 
     def test_the_same_again(self):
         scores = np.random.default_rng(0).normal(size=8)
-        assert estimate([scores], aggregate_iqm) == estimate([scores], aggregate_iqm)
+        assert estimate([scores], iqm) == estimate([scores], iqm)
 
     def test_profile(self):
         shares = profile({"a": [np.array([1.0, 2, 3, 4])], "b": [np.array([2.0]), np.array([3.0])]}, np.arange(5.0))

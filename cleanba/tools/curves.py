@@ -218,10 +218,8 @@ def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
     return Band(grid, np.nanmean(at, axis=0), low, high, there.sum(0))
 
 
-def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the mean over the first axis."""
-    from scipy.stats import bootstrap  # here, because it takes a second to import
-
-    options: dict[str, Any] = dict(confidence_level=CONFIDENCE, n_resamples=RESAMPLES, method="percentile", rng=0)
-    interval = bootstrap((values,), np.mean, axis=0, vectorized=True, **options).confidence_interval
-    return interval.low, interval.high
+def _interval(values: np.ndarray) -> np.ndarray:
+    """The lower and the upper end of the interval of the mean over runs; values [runs, points]."""
+    n = len(values)
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)  # how often a resample has each run
+    return np.quantile(drawn / n @ values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)

@@ -61,6 +61,12 @@ def estimate(tasks: Sequence[np.ndarray], statistic: Callable[[np.ndarray], Any]
     return Estimate(points[""], *intervals[""])
 
 
+def iqm(scores: np.ndarray) -> float:
+    """The interquartile mean. As rliable's, whose call of SciPy takes far longer, for each of a thousand resamples."""
+    ordered, cut = np.sort(scores, axis=None), scores.size // 4
+    return float(ordered[cut : scores.size - cut].mean())
+
+
 def profile(scores: dict[str, list[np.ndarray]], taus: np.ndarray) -> dict[str, Estimate]:
     """Of each group the share of runs whose score is above tau, for all tau."""
     return {name: estimate(tasks, lambda s: (s.reshape(-1, 1) > taus).mean(0)) for name, tasks in scores.items()}
@@ -259,13 +265,11 @@ def _table(head: Sequence[str], rows: Iterable[str], names: int = 1) -> str:
 
 def _final_tables(comparison: Comparison) -> list[str]:
     """Mean, standard deviation and interquartile mean of each group in each environment."""
-    from rliable import metrics
-
     with_human = any(map(is_atari, comparison.env_ids))
     rows = []
     for env_id in comparison.env_ids:
         by_group = comparison.by_group(env_id)
-        estimated = {group: estimate([scores], metrics.aggregate_iqm) for group, scores in by_group.items()}
+        estimated = {group: estimate([scores], iqm) for group, scores in by_group.items()}
         low = min((float(e.low[0]) for e in estimated.values()), default=0)
         high = max((float(e.high[0]) for e in estimated.values()), default=0)
         best = max((e.point[0] for e in estimated.values()), default=math.nan)
@@ -341,7 +345,7 @@ def _aggregates(tasks: Sequence[np.ndarray]) -> list[Callable[[np.ndarray], Any]
         return lambda scores: statistic(np.array([[task.mean() for task in np.split(scores, ends)]]))
 
     means = of_tasks(metrics.aggregate_median), of_tasks(metrics.aggregate_mean)
-    return [metrics.aggregate_iqm, *means, metrics.aggregate_optimality_gap]
+    return [iqm, *means, metrics.aggregate_optimality_gap]
 
 
 def _profiles() -> str:
