@@ -350,6 +350,15 @@ class TestReport:
         empty = next(run for run in drawn["runs"] if run["name"] == "none")
         assert empty["step"] == []
 
+    def test_a_profile_needs_scores_that_differ(self, tmp_path):
+        one = Comparison([write_run(tmp_path / "a")])
+        assert content(one)["profiles"] == []
+        assert "Performance profiles" not in page(one)
+        write_run(tmp_path / "b", seed=2)
+        [drawn] = content(Comparison([tmp_path]))["profiles"]
+        assert drawn["lines"][0]["y"][0] == 0.5
+        assert drawn["lines"][0]["y"][-1] == 0
+
     def test_final_scores(self, runs, report):
         comparison = Comparison([runs])
         assert len(comparison.scores("CartPole-v1", "dqn")) == 3
@@ -489,6 +498,18 @@ class TestBrowser:
         assert "runs" in tip
         assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "visible"
         browser.mouse(1, 1)
+        assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "hidden"
+
+    def test_a_touch_shows_values_until_the_next_one_elsewhere(self, browser, report):
+        browser.open(report, 390, 844)
+        browser.run("document.querySelector('.plot').scrollIntoView({block: 'center', behavior: 'instant'})")
+        box = browser.box(".plot")
+        browser.touch(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "visible"
+        tip = browser.box(".tip")
+        assert tip["x"] >= 0
+        assert tip["x"] + tip["width"] <= 390
+        browser.touch(5, box["y"] - 40)
         assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "hidden"
 
     def test_keys_move_over_a_curve(self, browser, report):

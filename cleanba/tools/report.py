@@ -80,10 +80,9 @@ class Suite(NamedTuple):
     scores: dict[str, list[np.ndarray]]  # by group, an array for each task
 
     def taus(self) -> np.ndarray:
-        """Thresholds over the whole range of scores."""
+        """Thresholds over the whole range of scores; one if they are all the same."""
         every = np.concatenate([task for tasks in self.scores.values() for task in tasks])
-        low, high = every.min(), every.max()
-        return np.linspace(low - 1, high + 1, 3) if low == high else np.linspace(low, high, 101)
+        return np.unique(np.linspace(every.min(), every.max(), 201))
 
 
 class Comparison:
@@ -129,13 +128,13 @@ class Comparison:
         return games, {group: [of_game[game][group] for game in games] for group in groups if games}
 
     def suites(self) -> list[Suite]:
-        """What performance profiles are drawn of: Atari as a whole, any other environment alone."""
+        """What performance profiles are drawn of: Atari as a whole, any other environment alone; if scores differ."""
         games, scores = self.atari()
         found = [Suite(f"Atari, {_count(len(games), 'game')}", "human-normalized score", scores)] if games else []
         for env_id in self.env_ids:
             if not is_atari(env_id) and (by_group := self.by_group(env_id)):
                 found.append(Suite(env_id, "final score", {group: [s] for group, s in by_group.items()}))
-        return found
+        return [suite for suite in found if len(suite.taus()) > 1]
 
 
 def _count(n: int, what: str) -> str:
@@ -221,7 +220,9 @@ def page(comparison: Comparison) -> str:
     parts = {
         "title": title,
         "facts": _facts(comparison),
-        "tables": "\n".join([*_final_tables(comparison), *_atari_table(comparison), _profiles(), _runs(comparison)]),
+        "tables": "\n".join(
+            [*_final_tables(comparison), *_atari_table(comparison), *_profiles(comparison), _runs(comparison)]
+        ),
         "notes": "\n".join(f"<li>{note}</li>" for note in _notes(comparison)),
         "data": _json(content(comparison)),
     }
@@ -236,7 +237,7 @@ def _facts(comparison: Comparison) -> str:
     ends = [run for run in comparison.runs if len(run.step)]
     times = [run.time[-1] for run in ends if math.isfinite(run.time[-1])]
     facts = {
-        "runs": f"{len(comparison.runs):,}",
+        "runs" if len(comparison.runs) > 1 else "run": f"{len(comparison.runs):,}",
         "algorithms" if len(algorithms) > 1 else "algorithm": f"{len(algorithms)}",
         "environments" if len(comparison.env_ids) > 1 else "environment": f"{len(comparison.env_ids)}",
         "environment steps": f"{sum(run.step[-1] for run in ends):,.0f}",
@@ -304,7 +305,7 @@ def _final_row(
     if any(map(is_atari, comparison.env_ids)):
         human = _number(human_normalized(env_id, float(scores.mean()))) if is_atari(env_id) else NOTHING
         cells.append(f"<td>{human}</td>")
-    kind = ' class="best"' if estimated.point[0] == best else ""
+    kind = ' class="best"' if estimated.point[0] == best and low < high else ""
     return f'<tr data-group="{i}"{kind}>{"".join(cells)}</tr>'
 
 
@@ -348,9 +349,10 @@ def _aggregates(tasks: Sequence[np.ndarray]) -> list[Callable[[np.ndarray], Any]
     return [iqm, *means, metrics.aggregate_optimality_gap]
 
 
-def _profiles() -> str:
+def _profiles(comparison: Comparison) -> list[str]:
     text = "The share of a group's runs whose final score is above a threshold: the higher curve is the better one."
-    return f'<h2>Performance profiles</h2><p>{text}</p><div class="charts" id="profiles"></div>'
+    section = f'<h2>Performance profiles</h2><p>{text}</p><div class="charts" id="profiles"></div>'
+    return [section] if comparison.suites() else []
 
 
 def _runs(comparison: Comparison) -> str:
@@ -423,8 +425,8 @@ def picture(comparison: Comparison, out: Path) -> None:
         axes, taus = figure.add_subplot(rows, 2, 2 * len(charts) + i + 1), suite.taus()
         for group, shares in profile(suite.scores, taus).items():
             color = handles[group].get_color()
-            axes.plot(taus, shares.point, color=color, linewidth=1.8)
-            axes.fill_between(taus, shares.low, shares.high, color=color, alpha=0.18, linewidth=0)
+            axes.step(taus, shares.point, where="post", color=color, linewidth=1.8)
+            axes.fill_between(taus, shares.low, shares.high, step="post", color=color, alpha=0.18, linewidth=0)
         axes.set_title(plain(suite.title), loc="left", fontweight="bold")
         axes.set(xlabel=suite.label, ylabel="share of runs above", ylim=(0, 1.02))
         axes.grid(color="0.92", linewidth=0.8)
