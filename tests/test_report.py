@@ -227,7 +227,11 @@ class TestBand:
         np.testing.assert_allclose(mean.mean, 1)
         assert np.isnan(mean.low).all()
 
-    def test_goes_as_far_as_half_of_the_runs(self):
+    def test_goes_as_far_as_more_than_half_of_the_runs(self):
+        early, late = (
+            run._replace(step=run.step + shift) for run, shift in zip(self.three()[:2], (0, 5000), strict=True)
+        )
+        assert len(band([early, late], RETURN, "step", 100).x) == 0
         short, middle, long = self.three()
         short = short._replace(step=short.step / 4)
         middle = middle._replace(step=middle.step / 2)

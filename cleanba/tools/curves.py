@@ -194,7 +194,7 @@ class Band(NamedTuple):
 
 
 def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
-    """The mean over runs of a metric's smooth curve, wherever at least half of them have got to.
+    """The mean over runs of a metric's smooth curve, as far as more than half of them have come.
 
     The interval is the bootstrap's over runs (percentiles, 1,000 resamples with a fixed seed).
     """
@@ -207,7 +207,9 @@ def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
     inside = [(grid >= x[0] - reach) & (grid <= x[-1] + reach) for x, _ in curves]
     at = np.array([np.where(i, np.interp(grid, x, y), np.nan) for i, (x, y) in zip(inside, curves, strict=True)])
     there = np.isfinite(at)  # [runs, points]
-    enough = np.flatnonzero(2 * there.sum(0) >= len(curves))
+    enough = np.flatnonzero(2 * there.sum(0) > len(curves))
+    if not len(enough):  # two runs that share no stretch
+        return Band(*(np.empty(0) for _ in Band._fields))
     kept = slice(enough[0], enough[-1] + 1)
     grid, at, there = grid[kept], at[:, kept], there[:, kept]
     low, high = np.full((2, len(grid)), np.nan)

@@ -392,8 +392,8 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = [
         "A group is an algorithm; runs in one environment whose arguments differ in more than the seed are groups of "
         "their own, named by what differs.",
-        "The band is the 95 % bootstrap interval of the mean over runs. The mean is drawn as far as half of the runs "
-        "have come. With fewer than five runs any such interval is too narrow.",
+        "The band is the 95 % bootstrap interval of the mean over runs. The mean is drawn as far as more than half "
+        "of the runs have come. With fewer than five runs any such interval is too narrow.",
         "A curve is smoothed by a Gaussian whose deviation is 1/60 of it, after neighbouring updates of long runs were "
         f"averaged to {comparison.points} points. Hover it, touch it, or move over it with the arrow keys.",
         "Time is that of training: pauses between the sessions of a run do not count, and a session's first update "
