@@ -109,6 +109,13 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased") if click else ():
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
+    def touch(self, x: float, y: float) -> None:
+        """Touch the screen there, and let go."""
+        self.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.call("Emulation.setTouchEmulationEnabled", enabled=False)
+
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """What is seen, or all of the page."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)

@@ -74,7 +74,6 @@ def test_the_files_are_found() -> None:
         ("wandb", {"core/run.py"}),
         ("tensorboardX", {"core/records.py"}),
         ("matplotlib", {"tools/plot.py"}),
-        ("scipy", {"tools/curves.py"}),
         ("rliable", {"tools/report.py"}),
     ],
 )

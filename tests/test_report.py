@@ -27,7 +27,7 @@ from cleanba.tools.curves import (
     training_time,
     variants,
 )
-from cleanba.tools.report import Comparison, content, estimate, page, profile
+from cleanba.tools.report import Comparison, content, estimate, iqm, page, profile
 from cleanba.tools.runs import find_runs
 from cleanba.tools.scores import RANDOM_AND_HUMAN, human_normalized, is_atari
 
@@ -227,7 +227,11 @@ class TestBand:
         np.testing.assert_allclose(mean.mean, 1)
         assert np.isnan(mean.low).all()
 
-    def test_goes_as_far_as_half_of_the_runs(self):
+    def test_goes_as_far_as_more_than_half_of_the_runs(self):
+        early, late = (
+            run._replace(step=run.step + shift) for run, shift in zip(self.three()[:2], (0, 5000), strict=True)
+        )
+        assert len(band([early, late], RETURN, "step", 100).x) == 0
         short, middle, long = self.three()
         short = short._replace(step=short.step / 4)
         middle = middle._replace(step=middle.step / 2)
@@ -259,8 +263,10 @@ class TestBand:
 class TestStatistics:
     def test_interquartile_mean(self):
         scores = np.array([1000.0, 3, 1, 2, 4, -1000, 5, 0])
-        found = estimate([scores[:3], scores[3:]], aggregate_iqm)
+        found = estimate([scores[:3], scores[3:]], iqm)
         assert found.point == pytest.approx((1 + 2 + 3 + 4) / 4)
+        for n in range(1, 9):
+            assert iqm(scores[:n]) == pytest.approx(aggregate_iqm(scores[:n]))
         assert found.low <= found.point <= found.high
 
     def test_tasks_are_drawn_apart(self):
@@ -270,7 +276,7 @@ class TestStatistics:
 
     def test_the_same_again(self):
         scores = np.random.default_rng(0).normal(size=8)
-        assert estimate([scores], aggregate_iqm) == estimate([scores], aggregate_iqm)
+        assert estimate([scores], iqm) == estimate([scores], iqm)
 
     def test_profile(self):
         shares = profile({"a": [np.array([1.0, 2, 3, 4])], "b": [np.array([2.0]), np.array([3.0])]}, np.arange(5.0))
@@ -347,6 +353,15 @@ class TestReport:
         assert {"dqn", "impala_atari", "ppo_atari", "sac", "td3"} < set(drawn["groups"])
         empty = next(run for run in drawn["runs"] if run["name"] == "none")
         assert empty["step"] == []
+
+    def test_a_profile_needs_scores_that_differ(self, tmp_path):
+        one = Comparison([write_run(tmp_path / "a")])
+        assert content(one)["profiles"] == []
+        assert "Performance profiles" not in page(one)
+        write_run(tmp_path / "b", seed=2)
+        [drawn] = content(Comparison([tmp_path]))["profiles"]
+        assert drawn["lines"][0]["y"][0] == 0.5
+        assert drawn["lines"][0]["y"][-1] == 0
 
     def test_final_scores(self, runs, report):
         comparison = Comparison([runs])
@@ -487,6 +502,18 @@ class TestBrowser:
         assert "runs" in tip
         assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "visible"
         browser.mouse(1, 1)
+        assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "hidden"
+
+    def test_a_touch_shows_values_until_the_next_one_elsewhere(self, browser, report):
+        browser.open(report, 390, 844)
+        browser.run("document.querySelector('.plot').scrollIntoView({block: 'center', behavior: 'instant'})")
+        box = browser.box(".plot")
+        browser.touch(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "visible"
+        tip = browser.box(".tip")
+        assert tip["x"] >= 0
+        assert tip["x"] + tip["width"] <= 390
+        browser.touch(5, box["y"] - 40)
         assert browser.run("getComputedStyle(document.querySelector('.tip')).visibility") == "hidden"
 
     def test_keys_move_over_a_curve(self, browser, report):

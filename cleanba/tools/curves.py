@@ -194,7 +194,7 @@ class Band(NamedTuple):
 
 
 def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
-    """The mean over runs of a metric's smooth curve, wherever at least half of them have got to.
+    """The mean over runs of a metric's smooth curve, as far as more than half of them have come.
 
     The interval is the bootstrap's over runs (percentiles, 1,000 resamples with a fixed seed).
     """
@@ -207,7 +207,9 @@ def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
     inside = [(grid >= x[0] - reach) & (grid <= x[-1] + reach) for x, _ in curves]
     at = np.array([np.where(i, np.interp(grid, x, y), np.nan) for i, (x, y) in zip(inside, curves, strict=True)])
     there = np.isfinite(at)  # [runs, points]
-    enough = np.flatnonzero(2 * there.sum(0) >= len(curves))
+    enough = np.flatnonzero(2 * there.sum(0) > len(curves))
+    if not len(enough):  # two runs that share no stretch
+        return Band(*(np.empty(0) for _ in Band._fields))
     kept = slice(enough[0], enough[-1] + 1)
     grid, at, there = grid[kept], at[:, kept], there[:, kept]
     low, high = np.full((2, len(grid)), np.nan)
@@ -218,10 +220,8 @@ def band(runs: Sequence[Run], metric: str, axis: Axis, points: int) -> Band:
     return Band(grid, np.nanmean(at, axis=0), low, high, there.sum(0))
 
 
-def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the mean over the first axis."""
-    from scipy.stats import bootstrap  # here, because it takes a second to import
-
-    options: dict[str, Any] = dict(confidence_level=CONFIDENCE, n_resamples=RESAMPLES, method="percentile", rng=0)
-    interval = bootstrap((values,), np.mean, axis=0, vectorized=True, **options).confidence_interval
-    return interval.low, interval.high
+def _interval(values: np.ndarray) -> np.ndarray:
+    """The lower and the upper end of the interval of the mean over runs; values [runs, points]."""
+    n = len(values)
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)  # how often a resample has each run
+    return np.quantile(drawn / n @ values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
