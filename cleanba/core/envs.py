@@ -232,7 +232,8 @@ class EnvPoolEngine:
 
     def render(self) -> np.ndarray:
         """The first environment."""
-        return self._pool.render(env_ids=[0])[0]
+        [frame] = np.asarray(self._pool.render(env_ids=[0]))
+        return frame
 
     def close(self) -> None:
         """Release the environments."""
