@@ -104,6 +104,16 @@ def test_atari_is_shown_as_it_is_and_not_as_the_network_sees_it() -> None:
     assert len(np.unique(frame.reshape(-1, 3), axis=0)) >= 4
 
 
+def test_mujoco_is_shown_where_there_is_a_driver() -> None:
+    try:
+        frame = first_frame(replace(ARGS, env_id="HalfCheetah-v4"))
+    except envs.EnvError as error:
+        assert "failed to initialize EGL" in str(error)
+        pytest.skip(str(error))
+    assert frame.shape == (480, 480, 3)
+    assert len(np.unique(frame.reshape(-1, 3), axis=0)) > 100
+
+
 @pytest.mark.parametrize(
     ("env_id", "said"),
     [("oracle_env:Oracle-v0", "gymnasium cannot render oracle_env:Oracle-v0"), ("HalfCheetah-v4", "EGL.*no such file")],
