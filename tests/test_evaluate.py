@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from sessions import OFTEN, SMALL, finish, killed_copy, lines, numbers, result
+from sessions import SMALL, finish, killed_copy, lines, numbers, result
 from synthetic import params_of
 
 from cleanba import ppo
@@ -108,7 +108,8 @@ def test_mujoco_is_shown_where_there_is_a_driver() -> None:
     try:
         frame = first_frame(replace(ARGS, env_id="HalfCheetah-v4"))
     except envs.EnvError as error:
-        assert "failed to initialize EGL" in str(error)
+        if "failed to initialize EGL" not in str(error):
+            raise
         pytest.skip(str(error))
     assert frame.shape == (480, 480, 3)
     assert len(np.unique(frame.reshape(-1, 3), axis=0)) > 100
@@ -225,7 +226,7 @@ def test_evaluating_while_training_changes_no_number_also_over_a_resume(
     reference: Path, tmp_path: Path, capsys: Any
 ) -> None:
     run, evaluation = tmp_path / "run", "--eval-every 20 --eval-episodes 4"
-    finish(run, f"{SMALL} {OFTEN} {evaluation}")
+    finish(run, f"{SMALL} --checkpoint-every 40 {evaluation}")
     records = numbers(run)
     evaluations = {record["update"]: record.pop(EVALUATED) for record in records if EVALUATED in record}
     assert records == numbers(reference)

@@ -242,8 +242,8 @@ class EnvPoolEngine:
 
 
 def _load_egl(env_id: str) -> None:
-    """MuJoCo looks for OpenGL among the functions that all libraries share, where EnvPool's own EGL is not, and ends the
-    process if it finds none: so that EGL, which its environments have loaded, is shared."""
+    """MuJoCo looks for OpenGL among the functions that all libraries share, where EnvPool's own EGL is not, and ends
+    the process if it finds none: so that EGL, which its environments have loaded, is shared."""
     if ".mujoco." not in type(envpool.make_spec(env_id)).__mro__[1].__module__:
         return
     own = sorted((Path(envpool.__file__).parent.parent / "envpool.libs").glob("libEGL-*"))
