@@ -222,9 +222,7 @@ def test_the_command_refuses_in_one_line(saved: Path, capsys: Any, words: str, s
 EVALUATED = "charts/eval_episodic_return"
 
 
-def test_evaluating_while_training_changes_no_number_also_over_a_resume(
-    reference: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_evaluating_while_training_changes_no_number_also_over_a_resume(reference: Path, tmp_path: Path) -> None:
     run, evaluation = tmp_path / "run", "--eval-every 20 --eval-episodes 4"
     finish(run, f"{SMALL} --checkpoint-every 40 {evaluation}")
     records = numbers(run)
@@ -240,5 +238,3 @@ def test_evaluating_while_training_changes_no_number_also_over_a_resume(
     finish(copy, f"{SMALL} {evaluation} --topology a0-l1,2 --save-model")
     assert numbers(copy) == numbers(run)
     assert result(copy)["eval_episodic_return"] == evaluations[60]
-    capsys.readouterr()
-    assert evaluated(capsys, copy, "--episodes", 4)["mean"] == evaluations[60]
