@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
-ROUTES = [  # request, method, whether it needs a token
+ROUTES: list[tuple[str, Callable[..., None], bool]] = [  # request, method, whether it needs a token
     ("POST /api/repos/create", Handler.create, True),
     ("POST /api/validate-yaml", Handler.validate, False),
     (f"POST /api/models/{REPO}/preupload/main", Handler.preupload, True),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from sessions import OFTEN, SMALL, finish, killed_copy, lines, numbers, result
+from sessions import SMALL, finish, killed_copy, lines, numbers, result
 from synthetic import params_of
 
 from cleanba import ppo
@@ -104,6 +104,17 @@ def test_atari_is_shown_as_it_is_and_not_as_the_network_sees_it() -> None:
     assert len(np.unique(frame.reshape(-1, 3), axis=0)) >= 4
 
 
+def test_mujoco_is_shown_where_there_is_a_driver() -> None:
+    try:
+        frame = first_frame(replace(ARGS, env_id="HalfCheetah-v4"))
+    except envs.EnvError as error:
+        if "failed to initialize EGL" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert frame.shape == (480, 480, 3)
+    assert len(np.unique(frame.reshape(-1, 3), axis=0)) > 100
+
+
 @pytest.mark.parametrize(
     ("env_id", "said"),
     [("oracle_env:Oracle-v0", "gymnasium cannot render oracle_env:Oracle-v0"), ("HalfCheetah-v4", "EGL.*no such file")],
@@ -164,21 +175,20 @@ def evaluated(capsys: Any, run: Path, *words: object) -> dict[str, Any]:
 
 
 def test_the_command_prints_and_writes_all_there_is_to_know(saved: Path, capsys: Any) -> None:
-    said = evaluated(capsys, saved, "--episodes", 5, "--num-envs", 2, "--out", saved / "eval.json")
+    said = evaluated(capsys, saved, "--episodes", 5, "--num-envs", 2, "--seed", 3, "--out", saved / "eval.json")
     assert said == json.loads((saved / "eval.json").read_text())
     returns = said["returns"]
-    assert returns == Player(ppo.act, ARGS, 2).play(params_of(ppo, ARGS), 5)
-    assert (said["env_id"], said["seed"], said["num_envs"], said["episodes"]) == ("CartPole-v1", 1, 2, 5)
+    assert returns == Player(ppo.act, replace(ARGS, seed=3), 2).play(params_of(ppo, ARGS), 5)
+    assert (said["env_id"], said["seed"], said["num_envs"], said["episodes"]) == ("CartPole-v1", 3, 2, 5)
     assert said["mean"] == pytest.approx(sum(returns) / 5)
     assert said["standard_error"] == pytest.approx(np.sqrt(np.var(returns) * 5 / 4 / 5))
-    assert evaluated(capsys, saved, "--episodes", 5, "--seed", 2)["returns"] != returns
     assert not (saved / "videos").exists()
 
 
 def test_the_command_films_an_episode_of_the_evaluation(saved: Path, capsys: Any) -> None:
     said = evaluated(capsys, saved, "--episodes", 3, "--video")
     assert said["video"] == str(saved / "videos" / "seed-1.mp4")
-    assert said["returns"] == evaluated(capsys, saved, "--episodes", 3)["returns"]
+    assert said["returns"] == Player(ppo.act, ARGS, 3).play(params_of(ppo, ARGS), 3)
     assert len(read_video(Path(said["video"]), 400, 600)) == 1 + said["returns"][0]
 
 
@@ -212,11 +222,9 @@ def test_the_command_refuses_in_one_line(saved: Path, capsys: Any, words: str, s
 EVALUATED = "charts/eval_episodic_return"
 
 
-def test_evaluating_while_training_changes_no_number_also_over_a_resume(
-    reference: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_evaluating_while_training_changes_no_number_also_over_a_resume(reference: Path, tmp_path: Path) -> None:
     run, evaluation = tmp_path / "run", "--eval-every 20 --eval-episodes 4"
-    finish(run, f"{SMALL} {OFTEN} {evaluation}")
+    finish(run, f"{SMALL} --checkpoint-every 40 {evaluation}")
     records = numbers(run)
     evaluations = {record["update"]: record.pop(EVALUATED) for record in records if EVALUATED in record}
     assert records == numbers(reference)
@@ -227,8 +235,6 @@ def test_evaluating_while_training_changes_no_number_also_over_a_resume(
     assert main(["diff", str(run), str(reference)]) == 0
 
     copy = killed_copy(run, tmp_path / "copy")
-    finish(copy, f"{SMALL} {evaluation} --topology a0-l0-d2 --save-model")
+    finish(copy, f"{SMALL} {evaluation} --topology a0-l1,2 --save-model")
     assert numbers(copy) == numbers(run)
     assert result(copy)["eval_episodic_return"] == evaluations[60]
-    capsys.readouterr()
-    assert evaluated(capsys, copy, "--episodes", 4)["mean"] == evaluations[60]

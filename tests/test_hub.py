@@ -16,14 +16,15 @@ from sessions import ENV, SMALL, finish
 from synthetic import params_of
 
 from cleanba import ppo
-from cleanba.core.run import flatten
+from cleanba.core.evaluate import Player
+from cleanba.core.run import Run, flatten
 from cleanba.tools.cli import main
 from cleanba.tools.hub import NEEDED, pull
 
 # huggingface_hub 2.4.0 uploads large files in a way that its HTTP library is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-ARGS = ppo.Args(num_steps=16)
+ARGS = ppo.Args(num_steps=16, collect="stepwise")
 MODEL = "me/CartPole-v1-ppo-seed1"
 RESULT = {
     "fingerprint": "4d88",
@@ -143,12 +144,9 @@ def test_a_second_push_is_a_second_commit_and_a_second_pull_brings_it(hub: Hub, 
 def test_a_model_on_the_hub_plays_like_the_one_here(hub: Hub, run: Path, capsys: Any) -> None:
     main(["push", str(run), "--hf-entity", "me"])
     capsys.readouterr()
-    said = []
-    for place in (str(run), f"hf:{MODEL}"):
-        main(["eval", place, "--episodes", "2"])
-        said.append(json.loads(capsys.readouterr().out))
-    assert said[0] == said[1]
-    assert said[0]["episodes"] == 2
+    main(["eval", f"hf:{MODEL}", "--episodes", "2"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["returns"] == Player(ppo.act, ARGS, 2).play(params_of(ppo, ARGS), 2)
 
 
 def test_nothing_that_comes_from_the_hub_is_run(hub: Hub, run: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -229,23 +227,35 @@ def test_a_token_that_an_error_quotes_is_not_printed(hub: Hub, run: Path, capsys
 
 def test_a_training_run_uploads_its_model(hub: Hub, tmp_path: Path) -> None:
     here = ENV | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-    arguments = f"{SMALL.replace('7680', '1280')} --upload-model --eval-episodes 2 --hf-entity"
-    _, err = finish(tmp_path / "run", f"{arguments} me", status=2, environment=here | {"HF_TOKEN": ""})
-    assert "--upload-model: there is no token" in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-    out, err = finish(tmp_path / "run", f"{arguments} others", status=1, environment=here | {"HF_TOKEN": TOKEN})
-    assert "warning: not uploaded: " in err
-    assert f"to try again: cleanba push {tmp_path / 'run'} --hf-entity others" in err
-    assert err.count("\n") == 1
-    assert (tmp_path / "run" / "result.json").exists()
-
-    (tmp_path / "run" / "result.json").unlink()  # as if it had been killed before
-    out, err = finish(tmp_path / "run", f"{arguments} me", environment=here | {"HF_TOKEN": TOKEN})
+    arguments = f"{SMALL.replace('7680', '1280')} --upload-model --eval-episodes 2 --hf-entity me"
+    out, err = finish(tmp_path / "run", arguments, environment=here | {"HF_TOKEN": TOKEN})
     assert out.endswith(f"uploaded to {hub.url}/{MODEL}\n")
     assert err == ""
     files = hub.repos[MODEL].files
     assert set(NEEDED) | {"README.md", "ppo.py", "learning_curve.png", "metrics.jsonl"} <= files.keys()
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in [*files.values(), *written])
+
+
+def test_a_training_run_that_could_not_upload_does_not_begin(
+    hub: Hub, run: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    training = Run(ppo.Args(upload_model=True, hf_entity="me"))
+    training.dir = run.parent / "new"
+    with pytest.raises(SystemExit) as caught:
+        training._check_dir()
+    assert caught.value.code == 2
+    assert "--upload-model: there is no token" in capsys.readouterr().err
+
+
+def test_a_training_run_whose_upload_fails_says_how_to_try_again(hub: Hub, run: Path, capsys: Any) -> None:
+    training = Run(ppo.Args(upload_model=True, hf_entity="others"))
+    training.dir = run
+    with pytest.raises(SystemExit) as caught:
+        training._upload()
+    assert caught.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"warning: not uploaded: {hub.url} answers 403 ")
+    assert err.endswith(f"to try again: cleanba push {run} --hf-entity others\n")
+    assert err.count("\n") == 1

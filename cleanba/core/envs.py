@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import envpool
@@ -240,16 +241,15 @@ class EnvPoolEngine:
 
 
 def _load_egl(env_id: str) -> None:
-    """MuJoCo looks for OpenGL among the libraries that are loaded, does not find the one that comes with EnvPool, and
-    then ends the process: so the system's is loaded first."""
+    """MuJoCo looks for OpenGL among the functions that all libraries share, where EnvPool's own EGL is not, and ends
+    the process if it finds none: so that EGL, which its environments have loaded, is shared."""
     if ".mujoco." not in type(envpool.make_spec(env_id)).__mro__[1].__module__:
         return
+    own = sorted((Path(envpool.__file__).parent.parent / "envpool.libs").glob("libEGL-*"))
     try:
-        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(own[0]) if own else "libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise EnvError(
-            f"envpool cannot render {env_id} without EGL (Debian: libegl1 and libegl-mesa0): {error}"
-        ) from error
+        raise EnvError(f"envpool cannot render {env_id} without EGL: {error}") from error
 
 
 class _Named(gymnasium.Wrapper):
