@@ -76,7 +76,8 @@ else:
         sys.exit("the grid is gone")
     write(10)
     result = {"global_step": 640, "sps": 7.0, "episodic_return": score}
-    (run / "result.json").write_text(json.dumps(result))
+    (run / "result.json.tmp").write_text(json.dumps(result))
+    (run / "result.json.tmp").replace(run / "result.json")  # there as a whole or not at all, as a real one
 '''
 CARTPOLE, ACROBOT = "CartPole-v1", "Acrobot-v1"
 

@@ -126,7 +126,11 @@ def texts_of_fields(module: str) -> dict[str, str]:
     for node in ast.parse((ROOT / "cleanba" / f"{module}.py").read_text()).body:
         body = node.body if isinstance(node, ast.ClassDef) and node.name.endswith("Args") else []
         for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and "ClassVar" not in ast.unparse(field.annotation)
+            ):
                 assert isinstance(text, ast.Expr), f"{module}.{field.target.id} has no text"
                 found[field.target.id] = ast.literal_eval(text.value)
     return found
