@@ -45,7 +45,7 @@ lock:  ## pin the dependencies of pyproject.toml anew; UPGRADE=--upgrade also mo
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/python -m pip install --disable-pip-version-check --quiet uv
 	.venv/lock/bin/uv pip compile pyproject.toml --extra dev --extra track --extra report --extra tune --extra share --extra video --extra docs --universal --python-version 3.11 \
-	  --fork-strategy fewest --generate-hashes --no-emit-index-url --no-header $(UPGRADE) --quiet \
+	  --fork-strategy fewest --generate-hashes --no-header $(UPGRADE) --quiet \
 	  --output-file requirements.txt > /dev/null
 	@{ printf '%s\n' '# Every package of `make setup`, pinned with hashes, for Python 3.11 to 3.13 (all extras but cuda).' \
 	  '# Made from pyproject.toml by `make lock`; do not edit by hand.'; cat requirements.txt; } > requirements.tmp
