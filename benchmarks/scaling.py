@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 WORK = {
     "CartPole, PPO, 64 x 128": "ppo.py --env-id CartPole-v1 --num-envs 64 --num-steps 128 --total-timesteps 655360",
     "Breakout, PPO, NatureCNN, 32 x 32": "ppo_atari.py --env-id Breakout-v5 --network nature --num-envs 32"
-    " --num-steps 32 --total-timesteps 5120",
+    " --num-steps 32 --total-timesteps 4096",
 }
 CASES = {
     "a0-l0, two cores": "",

@@ -2,6 +2,8 @@
 
 Run:   python benchmarks/topologies.py [--experiments TEXT ...] [--places TEXT ...]    (those that contain a text)
 Makes: benchmarks/results/topologies.md, and exits with 1 if any two of an experiment differ
+
+Tables of experiments that are not asked for stay.
 """
 
 import argparse
@@ -14,12 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ATARI = "--env-id Breakout-v5 --num-envs 16 --num-steps 8 --total-timesteps 512 --num-minibatches 2 --seed 3"
+REPLAY = "--num-envs 8 --num-steps 8 --num-shards 8 --learning-starts 256 --total-timesteps 1024 --seed 3"
+SMALL = f"{REPLAY} --buffer-size 512 --batch-size 64 --train-frequency 8"
 EXPERIMENTS = [
     "ppo.py --env-id CartPole-v1 --seed 3 --total-timesteps 65536",
     "ppo.py --env-id LunarLander-v3 --seed 3 --total-timesteps 65536",
     "ppo.py --env-id MountainCar-v0 --engine gymnasium --seed 3 --num-envs 16 --total-timesteps 4096",
     f"ppo_atari.py --network nature {ATARI}",
     f"impala_atari.py {ATARI}",
+    "ppo_continuous_action.py --env-id Hopper-v4 --num-envs 16 --num-steps 64 --total-timesteps 8192 --seed 3",
+    "ppo_atari_lstm.py --network mlp --observe 0 2 --env-id CartPole-v1 --num-envs 32 --total-timesteps 16384 --seed 3",
+    f"dqn.py --env-id CartPole-v1 {SMALL}",
+    f"c51.py --env-id CartPole-v1 {SMALL}",
+    f"dqn_atari.py --env-id Pong-v5 {SMALL}",
+    f"c51_atari.py --env-id Pong-v5 {SMALL}",
+    f"ddpg_continuous_action.py --env-id Pendulum-v1 {SMALL}",
+    f"td3_continuous_action.py --env-id Pendulum-v1 {SMALL}",
+    f"sac_continuous_action.py --env-id Pendulum-v1 {SMALL}",
 ]
 PLACES = [
     "--topology a0-l0",
@@ -55,15 +68,17 @@ def main() -> int:
     options = parser.parse_args()
     experiments = [x for x in EXPERIMENTS if any(text in x for text in options.experiments)]
     places = [x for x in PLACES if any(text in x for text in options.places)]
-    lines = [f"Made by `{shlex.join(['python', 'benchmarks/topologies.py', *sys.argv[1:]])}`.", ""]
-    status = 0
+    target, status = ROOT / "benchmarks" / "results" / "topologies.md", 0
+    tables = {text.splitlines()[0].split("`")[1]: text for text in target.read_text().split("\n## ")[1:]}
+    call = shlex.join(["python", "benchmarks/topologies.py", *sys.argv[1:]])
     for experiment in experiments:
         found = {place: fingerprint(experiment, place) for place in places}
         status |= len(set(found.values())) > 1
-        lines += [f"`{experiment}`", "", "| where | fingerprint |", "| --- | --- |"]
-        lines += [f"| `{place}` | {value} |" for place, value in found.items()] + [""]
-        print("\n".join(lines[-len(found) - 5 :]), flush=True)
-    (ROOT / "benchmarks" / "results" / "topologies.md").write_text("\n".join(lines))
+        lines = [f"`{experiment}`", "", f"Made by `{call}`.", "", "| where | fingerprint |", "| --- | --- |"]
+        tables[experiment] = "\n".join([*lines, *(f"| `{place}` | {value} |" for place, value in found.items()), ""])
+        print(tables[experiment], flush=True)
+        ordered = [f"\n## {tables[known]}" for known in EXPERIMENTS if known in tables]
+        target.write_text("\n".join(["# The same experiments in many places", *ordered]))
     return status
 
 

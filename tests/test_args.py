@@ -34,7 +34,7 @@ BAD: list[tuple[Any, str, list[str]]] = [
     (ppo, "--save-model --eval-episodes 0", ["--eval-episodes"]),
     (ppo, "--eval-every -1", ["--eval-every -1", "not negative"]),
     (ppo, "--upload-model", ["--upload-model", "--hf-entity NAME"]),
-    (ppo, "--capture-video", ["--capture-video", "cleanba eval RUN --video"]),
+    (ppo, "--capture-video", ["--capture-video", "--save-model or --eval-every"]),
     # Topologies.
     (ppo, "--topology a0", ["a0", "a<ids>-l<ids>-d<processes>", "a0-l1,2,3-d1"]),
     (ppo, "--topology l0-a0-d1", ["l0-a0-d1", "a0-l1,2,3-d1"]),

@@ -19,7 +19,7 @@ from cleanba import ppo
 from cleanba.core import envs
 from cleanba.core.evaluate import Film, Player, standard_error
 from cleanba.core.rollout import Acted
-from cleanba.core.run import flatten
+from cleanba.core.run import Run, flatten
 from cleanba.core.seeding import Role
 from cleanba.tools.cli import main
 
@@ -192,6 +192,14 @@ def test_the_command_films_an_episode_of_the_evaluation(saved: Path, capsys: Any
     assert len(read_video(Path(said["video"]), 400, 600)) == 1 + said["returns"][0]
 
 
+def test_a_training_that_cannot_be_filmed_is_refused_before_it_begins(tmp_path: Path, capfd: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Run(replace(ARGS, env_id="oracle_env:Oracle-v0", capture_video=True, run_dir=str(tmp_path / "run"))).__enter__()
+    assert caught.value.code == 2
+    assert "--capture-video: gymnasium cannot render oracle_env:Oracle-v0" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_return_has_no_standard_error() -> None:
     assert standard_error([3.0]) is None
     assert standard_error([1.0, 3.0]) == 1.0
@@ -235,6 +243,7 @@ def test_evaluating_while_training_changes_no_number_also_over_a_resume(referenc
     assert main(["diff", str(run), str(reference)]) == 0
 
     copy = killed_copy(run, tmp_path / "copy")
-    finish(copy, f"{SMALL} {evaluation} --topology a0-l1,2 --save-model")
+    finish(copy, f"{SMALL} {evaluation} --topology a0-l1,2 --save-model --capture-video")
     assert numbers(copy) == numbers(run)
+    assert len(read_video(copy / "videos" / "update-60.mp4", 400, 600)) > 1
     assert result(copy)["eval_episodic_return"] == evaluations[60]

@@ -98,7 +98,9 @@ def test_a_gymnasium_environment_runs_on_every_topology(tmp_path: Path) -> None:
 def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     """CartPole in a fifth of the default steps; W&B offline beside it."""
     os.environ["WANDB_MODE"] = "offline"
-    result = run("ppo", tmp_path, "--total-timesteps 150000 --seed 5 --save-model --eval-episodes 10 --track")
+    result = run(
+        "ppo", tmp_path, "--total-timesteps 150000 --seed 5 --save-model --eval-episodes 10 --track --capture-video"
+    )
     assert result["eval_episodic_return"] >= 400
     assert "evaluation: mean return" in result["stdout"]
     assert f"cleanba eval {tmp_path} --episodes 100" in result["stdout"]
@@ -108,7 +110,9 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     assert config["machine"]["topology"] == "a0-l0-d1"
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").glob("events*"))
-    assert list((tmp_path / "wandb").glob("offline-run*"))
+    [tracked] = (tmp_path / "wandb").glob("offline-run*")
+    [film] = (tracked / "files" / "media" / "videos" / "videos").glob("evaluation_*.mp4")
+    assert film.read_bytes() == (tmp_path / "videos" / f"update-{result['updates']}.mp4").read_bytes()
     assert all(np.isfinite(x).all() for x in load_file(tmp_path / "model" / "params.safetensors").values())
 
     again = subprocess.run(

@@ -17,7 +17,6 @@ INSTEAD = {
     "--num-actor-devices": "--topology, such as a0,1-l2,3-d1",
     "--distributed": "--topology, such as a0-l0-d2 for two processes",
     "--cuda": "JAX's own choice of device, or JAX_PLATFORMS=cpu",
-    "--capture-video": "--save-model, then `cleanba eval RUN --video`",
 }
 
 
@@ -60,6 +59,8 @@ class MachineArgs:
     """updates between evaluations on fresh environments while training; 0: none"""
     eval_episodes: int = 20
     """episodes of an evaluation"""
+    capture_video: bool = False
+    """film the first episode of every evaluation into the run's videos/, and show it on Weights & Biases"""
     upload_model: bool = False
     """at the end: put the model on the Hugging Face Hub, too; implies --save-model"""
     hf_entity: str = ""
@@ -190,6 +191,10 @@ class CoreArgs(MachineArgs):
         self.check_that(
             self.hf_entity or not self.upload_model,
             "--upload-model needs --hf-entity NAME, a user or an organization on the Hugging Face Hub",
+        )
+        self.check_that(
+            self.keeps_model or self.eval_every or not self.capture_video,
+            "--capture-video films evaluations; add --save-model or --eval-every N",
         )
         self.check_that(self.peer_timeout > 0, "--peer-timeout must be more than 0 seconds")
         self.check_topology()

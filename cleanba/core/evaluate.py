@@ -70,7 +70,7 @@ class Film:
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("imageio_ffmpeg") is None:
-            usage_error("--video needs imageio-ffmpeg: pip install 'cleanba[video]'")
+            usage_error("a video needs imageio-ffmpeg: pip install 'cleanba[video]'")
         os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # or it would fork, which JAX's threads do not stand
         self.path, self._part = path, path.with_name(f"part-{path.name}")
         self._writer: Generator[None, np.ndarray, None] | None = None
@@ -91,6 +91,14 @@ class Film:
         if self._writer is not None:
             self._writer.close()
             self._part.replace(self.path)
+
+
+def check_film(args: Any) -> None:
+    """Exit if videos cannot be made at all; EnvError if this environment cannot be rendered."""
+    Film(Path("film.mp4"))
+    engine = envs.make(replace(args, num_envs=1, num_shards=1), [0], Role.EVALUATE, show=lambda _: None)
+    engine.reset()
+    engine.close()
 
 
 def load(run: Path, script: str = "") -> tuple[ModuleType, Any, Any]:

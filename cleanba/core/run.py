@@ -31,6 +31,7 @@ from cleanba.core.actors import Collected
 from cleanba.core.args import CoreArgs
 from cleanba.core.checkpoint import Checkpoints, Snapshot, like
 from cleanba.core.display import Display
+from cleanba.core.envs import EnvError
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.processes import PeerLost, Peers
 from cleanba.core.records import Records, warn, write_json
@@ -92,6 +93,7 @@ class Run:
         self._timed_from: tuple[float, int] | None = None
         self._last_fingerprint = ""
         self._player: evaluate.Player | None = None
+        self._film: evaluate.Film | None = None
 
     @property
     def _is_main(self) -> bool:
@@ -228,6 +230,11 @@ class Run:
                 hub.check_token()
             except hub.HubError as error:
                 usage_error(f"--upload-model: {error}")
+        if self.args.capture_video:
+            try:
+                evaluate.check_film(self.args)
+            except EnvError as error:
+                usage_error(f"--capture-video: {error}")
         if self.dir.exists() and not self.dir.is_dir():
             usage_error(f"--run-dir {self.dir} is a file; name a directory")
         config = self.dir / "config.json"
@@ -283,7 +290,8 @@ class Run:
         """Record update n everywhere, evaluate and save it when it is time to."""
         if self._is_main and self.args.eval_every and n % self.args.eval_every == 0:
             with self.lockstep.clock("eval"):
-                metrics = metrics | {"charts/eval_episodic_return": float(np.mean(self._play(self.act, state.params)))}
+                returns = self._play(self.act, state.params, n)
+                metrics = metrics | {"charts/eval_episodic_return": float(np.mean(returns))}
         with self.lockstep.clock("log"):
             self._log(n, metrics, collected, state, self.lockstep.clock.lap())
 
@@ -385,13 +393,27 @@ class Run:
         """The mean of the last episodes that ended; None before the first."""
         return float(np.mean(self._returns)) if self._returns else None
 
-    def _play(self, act: Any, params: Any) -> list[float]:
-        """The returns of an evaluation, each time in the same environments: a resumed run gets the same ones, too."""
+    def _play(self, act: Any, params: Any, n: int) -> list[float]:
+        """The returns of the evaluation after update n, each time in the same environments: a resumed run gets the
+        same ones, too."""
+        if self.args.capture_video:
+            self._film = evaluate.Film(self.dir / "videos" / f"update-{n}.mp4")
         if self._player is None:
             args = replace(self.args, collect="stepwise")  # what is compiled serves all evaluations
-            self._player = evaluate.Player(act, args, min(args.eval_episodes, evaluate.NUM_ENVS))
+            show = self._show if self.args.capture_video else None
+            self._player = evaluate.Player(act, args, min(args.eval_episodes, evaluate.NUM_ENVS), show)
         player = self._player
-        return self.lockstep.call(lambda: player.play(params, self.args.eval_episodes))
+        returns = self.lockstep.call(lambda: player.play(params, self.args.eval_episodes))
+        if self._film is not None:
+            self._film.close()
+            if self.args.track:
+                _show_on_wandb(self._film.path, self.global_step)
+        return returns
+
+    def _show(self, frame: np.ndarray) -> None:
+        """A frame of the evaluation under way."""
+        assert self._film is not None
+        self._film.show(frame)
 
     def finish(self, act: Any, params: Any) -> None:
         """Save the last checkpoint and the result; with --save-model also the model, its evaluation and the curve."""
@@ -439,7 +461,7 @@ class Run:
 
         plot([self.dir], curve)
         self._display.say(f"model in {model}, learning curve in {curve}; evaluating")
-        returns = self._play(act, params)
+        returns = self._play(act, params, self.args.num_updates)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
         self._display.say(f"evaluation: mean return {mean:.1f} (std {deviation:.1f}) of {len(returns)} episodes")
         return {
@@ -504,6 +526,12 @@ def _start_wandb(run: Run, config: dict) -> Any:
         dir=run.dir,
         save_code=True,
     )
+
+
+def _show_on_wandb(film: Path, step: int) -> None:
+    import wandb  # here, because it is an extra
+
+    wandb.log({"videos/evaluation": wandb.Video(str(film), format="mp4")}, step=step)
 
 
 def _git_commit() -> str | None:

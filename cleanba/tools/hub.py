@@ -112,7 +112,7 @@ def push(run: Path, entity: str, source: Path, repo_name: str = "", private: boo
             source.name: source,
         }
         files |= {name: run / name for name in PULLED if name not in files and (run / name).exists()}
-        if films := sorted((run / "videos").glob("seed-*.mp4"), key=lambda path: path.stat().st_mtime):
+        if films := sorted((run / "videos").glob("[!p]*.mp4"), key=lambda path: path.stat().st_mtime):
             files["replay.mp4"] = films[-1]  # the name that the Hub shows
         disable_progress_bars()
         api = HfApi()

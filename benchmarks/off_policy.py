@@ -1,0 +1,70 @@
+"""SAC and TD3 against the same in plain PyTorch as CleanRL has it: same environment, networks, batch, gradient steps.
+
+Run:   python benchmarks/off_policy.py [--rounds 3]
+Makes: benchmarks/results/off_policy.md
+
+Each is a process of its own, in turns; steps/s while it learns. One gradient step for each environment step.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cleanba.tools.peers import install
+
+ROOT = Path(__file__).parent.parent
+ENV_ID, STEPS = "HalfCheetah-v4", 3_000
+CASES = {
+    "a0-l0": "--cpu-threads 2",
+    "a0-l0,1": "--cpu-threads 2 --topology a0-l0,1",
+}
+
+
+def ours(name: str, arguments: str) -> float:
+    """Of the second half of a short training, by the times of its log."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        script = ROOT / "cleanba" / f"{name}_continuous_action.py"
+        sizes = f"--env-id {ENV_ID} --learning-starts 1000 --total-timesteps {STEPS} --run-dir {run_dir} --quiet"
+        subprocess.run([sys.executable, script, *sizes.split(), *arguments.split()], check=True)
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = rows[len(rows) // 2], rows[-1]
+    return (last["global_step"] - first["global_step"]) / (last["stats/time"] - first["stats/time"])
+
+
+def torch(python: Path, name: str) -> float:
+    """Of PyTorch."""
+    command = [python, ROOT / "benchmarks" / "torch_off_policy.py", name, ENV_ID, str(STEPS // 3)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    python = install()
+    lines = [f"Made by `python benchmarks/off_policy.py --rounds {options.rounds}`, {ENV_ID}; medians (least to most)."]
+    lines += ["", "| file | PyTorch, steps/s | topology | steps/s | times PyTorch |", "| --- | --- | --- | --- | --- |"]
+    for name in ("sac", "td3"):
+        yardstick: list[float] = []
+        speeds: dict[str, list[float]] = {case: [] for case in CASES}
+        for _ in range(options.rounds):
+            yardstick.append(torch(python, name))
+            for case, arguments in CASES.items():
+                speeds[case].append(ours(name, arguments))
+            print(name, yardstick[-1], {case: own[-1] for case, own in speeds.items()}, flush=True)
+        for case, own in speeds.items():
+            ratios = [a / b for a, b in zip(own, yardstick, strict=True)]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            file, before = f"{name}_continuous_action.py", f"{statistics.median(yardstick):.0f}"
+            lines.append(f"| {file} | {before} | `{case}` | {statistics.median(own):.0f} | {spread} |")
+    (ROOT / "benchmarks" / "results" / "off_policy.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
