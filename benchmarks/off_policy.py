@@ -38,7 +38,7 @@ def ours(name: str, arguments: str) -> float:
 
 def torch(python: Path, name: str) -> float:
     """Of PyTorch."""
-    command = [python, ROOT / "benchmarks" / "torch_off_policy.py", name, ENV_ID, str(STEPS // 3)]
+    command = [str(python), str(ROOT / "benchmarks" / "torch_off_policy.py"), name, ENV_ID, str(STEPS // 3)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
