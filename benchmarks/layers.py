@@ -1,6 +1,6 @@
 """Gradients of the Atari networks: the layers of core/layers.py, XLA's own convolution, and PyTorch, in turns.
 
-Run:   python benchmarks/layers.py [--rounds 5] [--batch 128]
+Run:   python benchmarks/layers.py [--rounds 5]
 Makes: benchmarks/results/layers-<cores>.md
 """
 
@@ -24,6 +24,7 @@ from cleanba.tools.peers import install
 
 ROOT = Path(__file__).parent.parent
 LOOPS = 4  # gradients of one compiled call: a loop, as in an update
+BATCHES = {"nature": 128, "impala": 32}
 
 
 def native_conv(features: int, size: int, stride: int = 1, padding: str = "SAME", **options: Any) -> nn.Module:
@@ -69,7 +70,6 @@ def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     os.environ["NPROC"] = str(cores)
@@ -77,19 +77,19 @@ def main() -> None:
     lines = [
         f"Made by `python benchmarks/layers.py {' '.join(sys.argv[1:])}` on {cores} cores; samples/s of forward and"
     ]
-    lines += [f"backward, batches of {options.batch}: median (smallest to largest); ratios are of one round.", ""]
+    lines += [f"backward, batches of {BATCHES}: median (smallest to largest); ratios are of one round.", ""]
     lines += ["| network | core/layers.py | XLA's own | PyTorch | of PyTorch | of XLA's own |", "| --- " * 6 + "|"]
-    for network in ("nature", "impala"):
-        ours = gradients(network, options.batch)
+    for network, batch in BATCHES.items():
+        ours = gradients(network, batch)
         kept = ppo_atari.Conv, ppo_atari.max_pool
         ppo_atari.Conv, ppo_atari.max_pool = native_conv, native_pool  # type: ignore[misc, assignment]
-        native = gradients(network, options.batch)
+        native = gradients(network, batch)
         ppo_atari.Conv, ppo_atari.max_pool = kept  # type: ignore[misc]
         command = [
             str(python),
             str(Path(__file__).with_name("torch_gradients.py")),
             network,
-            str(options.batch),
+            str(batch),
             str(cores),
         ]
 

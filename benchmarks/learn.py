@@ -1,8 +1,9 @@
-"""Train an algorithm on several environments with several seeds, and table the evaluations.
+"""Train an algorithm on several environments with several seeds, table the evaluations and draw the curves.
 
 Run:   python benchmarks/learn.py --script ppo
        python benchmarks/learn.py --script dqn --env-ids CartPole-v1 --seeds 1 2 3 --workers 2
-Makes: benchmarks/results/NAME.json (every run's result and command) and the table in docs/algorithms/NAME.md
+Makes: benchmarks/results/NAME.json (every run's result, command and curve), the table in docs/algorithms/NAME.md,
+       docs/drawings/learn-NAME.png, and from the files of all algorithms the table in docs/benchmarks.md
 
 Runs that are finished are not repeated, broken ones go on. Results of environments that are not asked for stay.
 """
@@ -18,9 +19,13 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from cleanba.tools.curves import RETURN, Run, panels, read_run, thin
+from cleanba.tools.plot import draw_panels, new_figure, save
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of results -->"
+POINTS = 100  # of a curve
 CLASSIC, MUJOCO = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), ("HalfCheetah-v4", "Walker2d-v4", "Hopper-v4")
 ENV_IDS = {
     "ppo": (*CLASSIC, "Catch-v0"),
@@ -73,7 +78,9 @@ class Learn:
                 results[result["env_id"], result["seed"]] = result
                 target.parent.mkdir(exist_ok=True)
                 target.write_text(json.dumps([results[job] for job in sorted(results)], indent=2) + "\n")
-                self.write_page(list(results.values()))
+        self.write_page(list(results.values()))
+        draw(self.script, list(results.values()))
+        write_summary()
 
     def run(self, env_id: str, seed: int) -> dict:
         """One run's result, with the command that makes it again."""
@@ -83,16 +90,19 @@ class Learn:
         subprocess.run([sys.executable, script, *arguments, "--run-dir", run_dir], check=True)
         result = json.loads((run_dir / "result.json").read_text())
         command = " ".join(["python", f"cleanba/{self.script}.py", *arguments])
-        return {"env_id": env_id, "seed": seed, "command": command, **result}
+        logged = thin(read_run(run_dir), POINTS)
+        curve = {
+            "global_step": logged.step.round().tolist(),
+            "episodes": logged.episodes.tolist(),
+            "episodic_return": [None if np.isnan(x) else round(x, 3) for x in logged.values[RETURN]],
+        }
+        return {"env_id": env_id, "seed": seed, "command": command, **result, "curve": curve}
 
     def write_page(self, results: list[dict]) -> None:
         """Put the table between the marks of the algorithm's page."""
         page = ROOT / "docs" / "algorithms" / f"{self.script}.md"
-        mark = f"<!-- results: python benchmarks/learn.py --script {self.script} -->"
-        before, found, rest = page.read_text().partition(mark)
-        if not found:
-            raise SystemExit(f"{page} has no line {mark}")
-        page.write_text("\n".join([before + mark, *self.table(results), END]) + rest.partition(END)[2])
+        lines = [*self.table(results), "", f"![Learning curves](../drawings/learn-{self.script}.png)"]
+        write_between(page, f"<!-- results: python benchmarks/learn.py --script {self.script} -->", lines)
 
     def table(self, results: list[dict]) -> list[str]:
         """Markdown, a row an environment: the evaluation after training, and the last 100 episodes of the training."""
@@ -115,6 +125,44 @@ class Learn:
             )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         return lines
+
+
+def write_between(page: Path, mark: str, lines: list[str]) -> None:
+    """Put lines between a mark and the end of results."""
+    before, found, rest = page.read_text().partition(mark)
+    if not found:
+        raise SystemExit(f"{page} has no line {mark}")
+    page.write_text("\n".join([before + mark, *lines, END]) + rest.partition(END)[2])
+
+
+def draw(script: str, results: list[dict]) -> None:
+    """The curves of all runs that have one: an environment a chart, with the mean and its 95 % interval."""
+    runs = []
+    for result in (result for result in results if "curve" in result):
+        step, episodes, returns = (np.array(x, np.float64) for x in result["curve"].values())
+        logged = (step, np.full(len(step), np.nan), episodes, {RETURN: returns}, result)
+        runs.append(Run(Path(), script, result["env_id"], str(result["seed"]), {}, result["updates"], *logged))
+    charts = panels(runs, "algorithm")
+    figure = new_figure(4.2 * len(charts), 3.2)
+    draw_panels([figure.add_subplot(1, len(charts), i + 1) for i in range(len(charts))], charts, RETURN, "step")
+    save(figure, ROOT / "docs" / "drawings" / f"learn-{script}.png")
+
+
+def write_summary() -> None:
+    """All algorithms' means, from their files."""
+    lines = ["| algorithm | environment | seeds | steps | evaluation, mean | std | CleanRL |", "| --- " * 7 + "|"]
+    for script in sorted(path.stem for path in (ROOT / "docs" / "algorithms").glob("*.md")):
+        path = RESULTS / f"{script}.json"
+        results = json.loads(path.read_text()) if path.exists() else []
+        for env_id in sorted({result["env_id"] for result in results}):
+            own = [result for result in results if result["env_id"] == env_id]
+            returns = [result["eval_episodic_return"] for result in own]
+            steps = f"{max(result['global_step'] for result in own):,}"
+            published = PUBLISHED.get(script, {}).get(env_id, "-")
+            cells = (f"[{script}](algorithms/{script}.md#benchmark)", env_id, len(own), steps)
+            means = f"{np.mean(returns):,.1f} | {np.std(returns):,.1f}"
+            lines.append("| " + " | ".join(map(str, cells)) + f" | {means} | {published} |")
+    write_between(ROOT / "docs" / "benchmarks.md", "<!-- results: python benchmarks/learn.py -->", lines)
 
 
 if __name__ == "__main__":
