@@ -1,5 +1,6 @@
 """`cleanba doctor` and `cleanba completion`."""
 
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -111,3 +112,14 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     command = ["bash", "-c", ask, "bash", str(tmp_path / "completion"), str(Path(sys.executable).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--tasks-per-node" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes_what_was_sourced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "zsh"])
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    ask = 'autoload -U compinit; compinit -u -d "$2/dump"; source "$1"; echo "$_comps[cleanba]"'
+    command = ["zsh", "-f", "-c", ask, "zsh", str(tmp_path / "completion"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "_tyro_cleanba"
+    assert done.stderr == ""
