@@ -309,6 +309,16 @@ def test_a_masked_policy_takes_no_forbidden_action() -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient(params)))
 
 
+def test_positions_are_those_of_cartpole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    some, whole = gymnasium.make("positions:CartPolePositions-v0"), gymnasium.make("CartPole-v1")
+    seen, known = (env.reset(seed=3)[0] for env in (some, whole))
+    for action in (0, 1, 1):
+        np.testing.assert_array_equal(seen, known[[0, 2]])
+        assert seen in some.observation_space
+        seen, known = (env.step(action)[0] for env in (some, whole))
+
+
 def test_four_queens_can_follow_any_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     env: Any = gymnasium.make("queens:Queens-v0").unwrapped
