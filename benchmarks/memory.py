@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-UPDATES = 4
+UPDATES = 3
 # Script and arguments, environments of the smaller and the larger run, steps, bytes of one observation.
 WORK = [
-    ("ppo.py --env-id CartPole-v1", 64, 4096, 128, 16),
-    ("ppo_atari.py --env-id Breakout-v5 --network nature --num-minibatches 16 --update-epochs 1", 8, 40, 64, 28_224),
-    ("impala_atari.py --env-id Breakout-v5 --network nature", 8, 72, 20, 28_224),
+    ("ppo.py --env-id CartPole-v1", 64, 1024, 128, 16),
+    ("ppo_atari.py --env-id Breakout-v5 --network nature --num-minibatches 4 --update-epochs 1", 8, 40, 32, 28_224),
+    ("impala_atari.py --env-id Breakout-v5 --network nature", 32, 96, 20, 28_224),
 ]
 
 
