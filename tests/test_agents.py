@@ -137,17 +137,19 @@ def test_the_loss_of_dqn() -> None:
     assert dqn.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_the_loss_of_c51() -> None:
+@pytest.mark.parametrize("sharpness", [1, 100])
+def test_the_loss_of_c51(sharpness: int) -> None:
     sizes = REPLAY | dict(n_atoms=11, v_min=-5.0, v_max=5.0)
     args = c51.Args(**sizes)
     params, target = (jax.device_get(first_state(c51, c51.Args(**sizes, seed=s)).params["network"]) for s in (1, 2))
+    params = jax.tree.map(lambda x: x * np.float32(sharpness ** (1 / 3)), params)  # of three layers
     batch = batch_of(args, np.random.default_rng(0))
 
     def distribution(params: Any, obs: np.ndarray) -> np.ndarray:
         logits = dense(params, obs).reshape(2, 11)
         return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
-    wanted = 0.0
+    wanted, is_clipped = 0.0, False
     for i in range(4):
         probs = distribution(target, batch.next_obs[i])
         best = probs[np.argmax(probs @ np.arange(-5, 6))]
@@ -158,8 +160,11 @@ def test_the_loss_of_c51() -> None:
             projected[low] += p * (low + 1 - place)
             if place > low:
                 projected[low + 1] += p * (place - low)
-        cross_entropy = -projected @ np.log(distribution(params, batch.obs[i])[batch.action[i]])
+        predicted = distribution(params, batch.obs[i])[batch.action[i]]
+        is_clipped |= predicted.min() < 1e-5
+        cross_entropy = -projected @ np.log(np.clip(predicted, 1e-5, 1 - 1e-5))
         wanted += batch.weight[i] * cross_entropy / args.batch_size
+    assert is_clipped == (sharpness > 1)
     assert c51.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
 
 
