@@ -2,7 +2,7 @@
 
 Differs from the paper: memory; bootstraps through truncation; normalizes advantages over the whole minibatch.
 Run:       python cleanba/ppo_atari_lstm.py --env-id Breakout-v5
-           python cleanba/ppo_atari_lstm.py --env-id CartPole-v1 --network mlp --observe 0 2     (without velocities)
+           python cleanba/ppo_atari_lstm.py --env-id CartPole-v1 --network mlp --observe 0 2
 Read next: ppo_atari.py (without memory), core/rollout.py (time)
 """
 
