@@ -18,10 +18,7 @@ from cleanba.tools.peers import install
 
 ROOT = Path(__file__).parent.parent
 ENV_ID, STEPS = "HalfCheetah-v4", 3_000
-CASES = {
-    "a0-l0": "--cpu-threads 2",
-    "a0-l0,1": "--cpu-threads 2 --topology a0-l0,1",
-}
+CASES = ("--topology a0-l0", "--topology a0-l0 --cpu-threads 2", "--topology a0-l0,1 --cpu-threads 2")
 
 
 def ours(name: str, arguments: str) -> float:
@@ -49,14 +46,18 @@ def main() -> None:
     options = parser.parse_args()
     python = install()
     lines = [f"Made by `python benchmarks/off_policy.py --rounds {options.rounds}`, {ENV_ID}; medians (least to most)."]
-    lines += ["", "| file | PyTorch, steps/s | topology | steps/s | times PyTorch |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "| file | PyTorch, steps/s | arguments | steps/s | times PyTorch |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name in ("sac", "td3"):
         yardstick: list[float] = []
         speeds: dict[str, list[float]] = {case: [] for case in CASES}
         for _ in range(options.rounds):
             yardstick.append(torch(python, name))
-            for case, arguments in CASES.items():
-                speeds[case].append(ours(name, arguments))
+            for case in CASES:
+                speeds[case].append(ours(name, case))
             print(name, yardstick[-1], {case: own[-1] for case, own in speeds.items()}, flush=True)
         for case, own in speeds.items():
             ratios = [a / b for a, b in zip(own, yardstick, strict=True)]

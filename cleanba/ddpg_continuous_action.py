@@ -38,6 +38,8 @@ class Args(ReplayArgs):
     """steps of each environment in a rollout"""
     num_shards: int = 2
     """parts that environments and gradients are computed in; the largest number of learners"""
+    cpu_threads: int = 4
+    """threads of XLA's pool on the CPU, and the most virtual devices: the order of a sum depends on it"""
     buffer_size: int = 1_000_000
     """steps that are kept; it is cut to whole rollouts"""
     batch_size: int = 256

@@ -89,7 +89,8 @@ def test_a_run_with_a_memory_goes_on_as_if_nothing_had_happened(
         each = value if isinstance(value, tuple) else (value,)
         words += [f"--{option.replace('_', '-')}", *map(str, each)]
     arguments, reference, run = " ".join(words), tmp_path / "reference", tmp_path / "run"
-    finish(reference, arguments, name=name(module))
+    said, _ = finish(reference, arguments, name=name(module))
+    assert ("MiB, in 3 shards on their learners" in said) == (module is dqn)
     process = start(run, f"{arguments} --checkpoint-every 2 --topology a0-l0,1", name=name(module))
     wait_for(lambda: checkpoints(run), process)
     os.killpg(process.pid, signal.SIGKILL)

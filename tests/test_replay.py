@@ -1,5 +1,6 @@
 """The replay memory against a list of everything that happened, on made-up and on real environments."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from cleanba.core.actors import Collector
 from cleanba.core.replay import Replay, add, empty, gradient_steps, sample
 from cleanba.core.rollout import Acted, Rollout
 from cleanba.core.seeding import Role
+from cleanba.core.topology import Topology
 
 SIZES: dict[str, Any] = dict(
     num_envs=6, num_shards=2, num_steps=4, buffer_size=6 * 12, batch_size=64, train_frequency=8
@@ -158,6 +160,24 @@ def test_sizes_that_cannot_be_are_refused(changes: dict, words: str, capsys: pyt
         dqn.Args(**(SIZES | changes)).check()
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("topology", ["a0-l0", "a0-l1,2"])
+def test_a_memory_that_does_not_fit_onto_its_devices_is_refused(
+    topology: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Stand-ins for GPUs, which are not here; half of the shards need half of the memory."""
+    args = dqn.Args(**SIZES, topology=topology)
+    needed = 2 * args.replay_bytes // len(args.layout.learners)
+    limits = {"bytes_limit": needed + 100, "bytes_in_use": 100}
+    device = SimpleNamespace(memory_stats=lambda: limits)
+    monkeypatch.setattr(Topology, "mesh", SimpleNamespace(local_devices=[device]))
+    args.check_devices()
+    limits["bytes_in_use"] += 1
+    with pytest.raises(SystemExit) as end:
+        args.check_devices()
+    assert end.value.code == 2
+    assert "half at the start only, on" in capsys.readouterr().err
 
 
 def test_the_memory_of_an_atari_run_is_that_of_single_frames() -> None:

@@ -229,6 +229,9 @@ class CoreArgs(MachineArgs):
             "use fewer actor devices or a smaller --num-actor-threads",
         )
 
+    def check_devices(self) -> None:
+        """Exit with one line if the run does not fit onto its devices, once they are known."""
+
     def check_that(self, condition: object, message: str) -> None:
         """Exit with this line unless the condition holds."""
         if not condition:
@@ -310,4 +313,5 @@ def parse(cls: type[A], argv: list[str] | None = None) -> A:
         args.layout.start(args.cpu_threads, args.place, args.peer_timeout)
     except TopologyError as error:
         usage_error(str(error))
+    args.check_devices()
     return args

@@ -69,13 +69,26 @@ class ReplayArgs(CoreArgs):
         self.check_divides("num_shards", "batch_size", self.batch_size)
         self.check_divides("train_frequency", "--num-envs x --num-steps", self.steps_per_update)
         # In this process; twice, because a checkpoint copies it to host memory before it is written.
-        needed, there = 2 * self.replay_bytes // self.place.processes, _available_memory()
+        self._check_fits(2 * self.replay_bytes // self.place.processes, _available_memory(), "half for checkpoints")
+        return self
+
+    def check_devices(self) -> None:
+        """The memory fits onto each learner of this process, where devices have a memory of their own."""
+        shards = self.layout.shares(self.num_shards).shape[1]
+        for device in self.layout.mesh.local_devices:
+            stats = device.memory_stats() or {}  # the CPU has none
+            if "bytes_limit" in stats:
+                there = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+                # Twice, because shards are put together.
+                needed = 2 * self.replay_bytes * shards // self.num_shards
+                self._check_fits(needed, there, f"half at the start only, on {device}")
+
+    def _check_fits(self, needed: int, there: int, why: str) -> None:
         self.check_that(
             needed <= there,
-            f"--buffer-size {self.buffer_size} needs {needed / 2**30:.1f} GiB of memory, half for checkpoints; "
+            f"--buffer-size {self.buffer_size} needs {needed / 2**30:.1f} GiB of memory, {why}; "
             f"{there / 2**30:.1f} GiB are there; {int(self.buffer_size * there / needed * 0.9)} would do",
         )
-        return self
 
 
 def _available_memory() -> int:

@@ -256,6 +256,9 @@ class Run:
 
     def restored(self, first: State) -> tuple[State, dict[int, Any]]:
         """The state of the last checkpoint and the memories of this process's shards, or the first ones."""
+        if size := self.args.num_shards * sum(x.nbytes for x in jax.tree.leaves(first.memory)):
+            place = f"in {self.args.num_shards} shards on their learners"
+            self._display.say(f"memory of {size / 2**20:,.1f} MiB, {place}")
         if self._restored is None:
             return first, {}
         if self._restored.acting:
