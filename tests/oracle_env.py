@@ -4,7 +4,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete
 
 GAMMA = 0.9
 POISON = 1000.0  # shown after a termination: whoever bootstraps from it is found out
@@ -78,6 +78,29 @@ class Noisy(gymnasium.Env):
         return self._noise.random(2, np.float32), float(action), self._steps == 9, False, {}
 
 
+class Parts(gymnasium.Env):
+    """Shows a tree of arrays: how many steps it took, twice, and a square of ones."""
+
+    observation_space = Dict({"steps": Dict({"b": Box(0, 9, (2,)), "a": Box(0, 9, ())}), "ones": Box(0, 1, (2, 2))})
+    action_space = Discrete(2)
+
+    def _obs(self) -> dict:
+        count = np.float32(self._count)
+        return {"ones": np.ones((2, 2), np.float32), "steps": {"a": np.array(-count), "b": np.array([count, 0])}}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        """No steps yet."""
+        super().reset(seed=seed)
+        self._count = 0
+        return self._obs(), {}
+
+    def step(self, action: int) -> tuple:
+        """One more."""
+        self._count += 1
+        return self._obs(), 0.0, False, False, {}
+
+
 gymnasium.register("Oracle-v0", "oracle_env:Oracle", disable_env_checker=True)
 gymnasium.register("Raises-v0", "oracle_env:Raises", disable_env_checker=True)
 gymnasium.register("Noisy-v0", "oracle_env:Noisy", disable_env_checker=True)
+gymnasium.register("Parts-v0", "oracle_env:Parts", disable_env_checker=True)

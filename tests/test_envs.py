@@ -2,16 +2,17 @@
 
 from typing import Any
 
+import envpool
 import jax
 import numpy as np
 import pytest
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Discrete, flatten
 
 from cleanba import ppo
 from cleanba.core import envs
 from cleanba.core.actors import Collector
 from cleanba.core.rollout import Acted
-from cleanba.core.seeding import Role
+from cleanba.core.seeding import Role, env_seeds
 
 
 def args_for(env_id: str, **changes: Any) -> ppo.Args:
@@ -122,7 +123,7 @@ def test_an_unknown_environment_is_answered_with_what_there_is(env_id: str, engi
 
 @pytest.mark.parametrize(("env_id", "engine"), [("FrozenLake-v1", "auto"), ("CliffWalking-v1", "gymnasium")])
 def test_observations_that_are_no_array_are_refused(env_id: str, engine: str) -> None:
-    with pytest.raises(envs.EnvError, match="must be one array"):
+    with pytest.raises(envs.EnvError, match="a Dict of such"):
         envs.make_spec(env_id, engine, "machado")
 
 
@@ -151,6 +152,33 @@ def test_environments_are_seeded_one_by_one(env: dict) -> None:
     assert len(np.unique(both, axis=0)) == 8
     assert np.array_equal(starts[0][1], starts[1][0])
     assert np.array_equal(starts[0][0], starts[2][0])
+
+
+def test_a_tree_of_arrays_is_shown_as_a_row_by_gymnasium() -> None:
+    args = args_for("oracle_env:Parts-v0")
+    assert args.env_spec.observation_space.shape == (7,)
+    engine = envs.make(args, [0], Role.ACT)
+    engine.reset()
+    obs = engine.step(np.zeros((1, 2), np.int32)).obs
+    engine.close()
+    # In the order of Gymnasium's Dict, which sorts names: ones, steps/a, steps/b.
+    assert obs.tolist() == [[[1, 1, 1, 1, -1, 1, 0]] * 2]
+
+
+def test_a_tree_of_arrays_is_shown_as_a_row_by_envpool() -> None:
+    args = args_for("WalkerWalk-v1")
+    spec, space = args.env_spec, envpool.make_spec("WalkerWalk-v1").gymnasium_observation_space
+    engine = envs.make(args, [0], Role.ACT)
+    pool = envpool.make("WalkerWalk-v1", env_type="gymnasium", num_envs=2, seed=env_seeds(1, Role.ACT, [0, 1], 1))
+    action = np.random.default_rng(0).uniform(-1, 1, (2, len(spec.action_bounds[0])))
+    for ours, theirs in ((engine.reset(), pool.reset()[0]), (engine.step(action[None]).obs, pool.step(action)[0])):
+        assert ours.shape == (1, 2, *spec.observation_space.shape)
+        assert ours.dtype == np.float32
+        for row, env in zip(ours[0], range(2), strict=True):
+            one = jax.tree.map(lambda x, env=env: x[env], {name: theirs[name] for name in space})
+            assert np.array_equal(row, np.float32(np.asarray(flatten(space, one))))
+    engine.close()
+    pool.close()
 
 
 def test_a_failing_gymnasium_environment_is_named() -> None:

@@ -19,7 +19,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, flatten_space
 
 from cleanba.core.rollout import Outcome
 from cleanba.core.seeding import Role, env_seeds
@@ -143,11 +143,26 @@ def make_spec(env_id: str, engine: str, protocol: str) -> EnvSpec:
             raise EnvError(f"no environment {env_id!r} ({reason}); EnvPool has {_alike(env_id)}") from error
         observation_space, action_space, can_fuse = env.observation_space, env.action_space, False
         env.close()
-    if not isinstance(observation_space, Box):
-        raise EnvError(f"{env_id!r} shows {observation_space}; an observation must be one array (a Box space)")
+    if not _is_array(observation_space):
+        raise EnvError(f"{env_id!r} shows {observation_space}; it must be an array (a Box space) or a Dict of such")
+    if isinstance(observation_space, Dict):
+        observation_space = flatten_space(observation_space)
     if not isinstance(action_space, Discrete | Box):
         raise EnvError(f"{env_id!r} takes {action_space}; an action must be Discrete or a Box")
     return EnvSpec(engine, observation_space, action_space, can_fuse)
+
+
+def _is_array(space: gymnasium.Space) -> bool:
+    """Whether it is one, or a tree of them, as DeepMind Control has it, which is laid out as one row."""
+    return all(map(_is_array, space.values())) if isinstance(space, Dict) else isinstance(space, Box)
+
+
+def _in_a_row(obs: Any, space: gymnasium.Space, join: Callable[..., Any]) -> Any:
+    """Observations of a Dict space as `flatten_space` orders them, [B, ...] -> [B, numbers]; arrays as they are."""
+    if not isinstance(space, Dict):
+        return obs
+    parts = [_in_a_row(obs[name], own, join) for name, own in space.items()]
+    return join([part.reshape(len(part), -1) for part in parts], axis=-1)
 
 
 def _can_fuse(spec: Any) -> bool:
@@ -196,6 +211,7 @@ class EnvPoolEngine:
             render_mode="rgb_array" if is_shown else None,
             **options,
         )
+        self._space = self._pool.spec.gymnasium_observation_space
         self._action_dtype = np.dtype(self._pool.spec.action_array_spec["action"].dtype)
         self.xla_step = self._make_xla_step() if _can_fuse(self._pool.spec) else None
 
@@ -204,12 +220,13 @@ class EnvPoolEngine:
         obs, info = self._pool.reset()
         if not np.array_equal(info["env_id"], self._ids):
             raise RuntimeError(f"EnvPool answered in the order {info['env_id']}, not in the order it was asked")
+        obs = _in_a_row(obs, self._space, np.concatenate)
         return _narrow(obs.reshape(*self._shape, *obs.shape[1:]))
 
     def step(self, action: np.ndarray) -> Outcome:
         """Act in all environments."""
         self._pool.send(action.reshape(-1, *action.shape[2:]).astype(self._action_dtype), self._ids)
-        return jax.tree.map(_narrow, self._outcome(self._pool.recv()))
+        return jax.tree.map(_narrow, self._outcome(self._pool.recv(), np.concatenate))
 
     def _make_xla_step(self) -> Callable[..., Any]:
         handle, recv, send, _ = self._pool.xla()
@@ -218,12 +235,13 @@ class EnvPoolEngine:
         def xla_step(handle: jax.Array, action: jax.Array) -> tuple[jax.Array, Outcome]:
             action = action.reshape(-1, *action.shape[2:]).astype(self._action_dtype)
             handle, batch = recv(send(handle, action, self._ids))
-            return handle, self._outcome(batch)
+            return handle, self._outcome(batch, jnp.concatenate)
 
         return xla_step
 
-    def _outcome(self, batch: tuple) -> Outcome:
+    def _outcome(self, batch: tuple, join: Callable[..., Any]) -> Outcome:
         obs, reward, terminated, truncated, info = batch
+        obs = _in_a_row(obs, self._space, join)
         score = info["reward"] if self._atari else reward
         # With episodic life a lost life terminates; only `info` then tells whether the game itself is over.
         over = (info["terminated"].astype(bool) if self._lives else terminated) | truncated
@@ -280,7 +298,7 @@ class GymnasiumEngine:
     ):
         blocks = [slice(i, i + num_envs) for i in range(0, len(indices), num_envs)]
         how = _render_mode(env_id) if is_shown else {}
-        makers = [lambda index=index: _Named(gymnasium.make(env_id, **how), index) for index in indices]
+        makers = [lambda index=index: _Named(_make_in_a_row(env_id, **how), index) for index in indices]
         self._shards = [gymnasium.vector.SyncVectorEnv(makers[block]) for block in blocks]
         self._seeds: list[list[int | None]] = [list(seeds[block]) for block in blocks]
 
@@ -304,6 +322,11 @@ class GymnasiumEngine:
         """Release the environments."""
         for envs in self._shards:
             envs.close()
+
+
+def _make_in_a_row(env_id: str, **how: Any) -> gymnasium.Env:
+    env = gymnasium.make(env_id, **how)
+    return gymnasium.wrappers.FlattenObservation(env) if isinstance(env.observation_space, Dict) else env
 
 
 def _render_mode(env_id: str) -> dict[str, Any]:

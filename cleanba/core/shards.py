@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology, to_device
 
+NEVER_REACHED = 1 << 20  # rounds of a loop that has one or two
+
 # While an update is traced: the places of the shards among all learners' places, or None where nothing is repeated.
 _once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
 
@@ -39,23 +41,35 @@ def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
 def fenced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled by itself: what stands around it cannot change its rounding.
 
-    It is the branch that is always taken, which the compiler cannot see. So it is not inlined, and nothing is merged
-    across its border. Otherwise a learner with one shard, whose loop over shards is inlined, would round otherwise than
-    one with several. (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.)
+    It is the body of a loop whose number of rounds, one, the compiler cannot see, and whose arguments seem to change in
+    each round. So it is neither inlined nor hoisted out of the loop, and nothing is merged across its border.
+    Otherwise a learner with one shard, whose loop over shards is inlined, would round otherwise than one with several.
+    (`optimization_barrier` does not help: XLA's CPU compiler drops it before it merges.) A NaN or a zero key in the
+    first place adds a round, which computes the same.
     """
 
-    def never(*args: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+    def inside(*args: Any) -> Any:
+        args = jax.tree.map(jnp.asarray, args)
+        results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
 
-    return lambda *args: jax.lax.cond(_unseen_truth(args), function, never, *args)
+        def one_round(i: jax.Array, _: Any) -> Any:
+            def seemingly_changed(x: jax.Array) -> jax.Array:
+                is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+                return x if is_key else jnp.where(i < NEVER_REACHED, x, jnp.zeros_like(x))
+
+            return function(*jax.tree.map(seemingly_changed, args))
+
+        return jax.lax.fori_loop(0, 1 + _unseen_zero(args), one_round, results)
+
+    return inside
 
 
-def _unseen_truth(trees: Any) -> jax.Array:
-    """True, whatever the trees hold, by a computation that the compiler does not foresee."""
-    leaf = jnp.asarray(jax.tree.leaves(trees)[0])
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return (leaf.ravel()[0].astype(jnp.int32) | 1) != 0
+def _unseen_zero(trees: Any) -> jax.Array:
+    """Zero, all but surely, by a computation that the compiler cannot foresee."""
+    leaves = sorted(jax.tree.leaves(trees), key=lambda x: not jnp.issubdtype(x.dtype, jnp.floating))
+    leaf = jax.random.key_data(leaves[0]) if jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) else leaves[0]
+    value = leaf.ravel()[0]
+    return (value != value if jnp.issubdtype(leaf.dtype, jnp.floating) else value == 0).astype(jnp.int32)
 
 
 def accumulate(function: Callable[..., Any], tree: Any) -> Any:
@@ -74,8 +88,8 @@ def total(tree: Any) -> Any:
     """
     once, num_learners = _once.get(), jax.lax.axis_size(LEARNER)
     count = jax.tree.leaves(tree)[0].shape[0]
-    if count > 1 and once is None and (num_learners == 1 or count & (count - 1) == 0):
-        tree = fenced(partial(jax.tree.map, lambda x: _tree_sum(x)[None]))(tree)
+    if once is None and (num_learners == 1 or count & (count - 1) == 0):
+        tree = jax.tree.map(lambda x: fenced(_tree_sum)(x)[None], tree)
     one = jax.tree.map(lambda x: x[0], tree)
     if num_learners == 1:
         return one
