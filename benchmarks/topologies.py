@@ -30,9 +30,9 @@ EXPERIMENTS = [
     f"c51.py --env-id CartPole-v1 {SMALL}",
     f"dqn_atari.py --env-id Pong-v5 {SMALL}",
     f"c51_atari.py --env-id Pong-v5 {SMALL}",
-    f"ddpg_continuous_action.py --env-id Pendulum-v1 {SMALL}",
-    f"td3_continuous_action.py --env-id Pendulum-v1 {SMALL}",
-    f"sac_continuous_action.py --env-id Pendulum-v1 {SMALL}",
+    f"ddpg_continuous_action.py --env-id Pendulum-v1 {SMALL} --cpu-threads 16",
+    f"td3_continuous_action.py --env-id Pendulum-v1 {SMALL} --cpu-threads 16",
+    f"sac_continuous_action.py --env-id Pendulum-v1 {SMALL} --cpu-threads 16",
 ]
 PLACES = [
     "--topology a0-l0",
