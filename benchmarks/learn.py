@@ -117,14 +117,18 @@ class Learn:
                 env_id,
                 len(own),
                 ", ".join(f"{x:,.1f}" for x in returns),
-                f"{np.mean(returns):,.1f}",
-                f"{np.std(returns):,.1f}",
+                mean_and_deviation(returns),
                 f"{np.mean(training):,.1f}" if training else "-",
                 published,
                 f"{max(result['global_step'] for result in own):,}",
             )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         return lines
+
+
+def mean_and_deviation(returns: list[float]) -> str:
+    """Two cells of a table; one seed has no deviation."""
+    return f"{np.mean(returns):,.1f} | {f'{np.std(returns):,.1f}' if len(returns) > 1 else '-'}"
 
 
 def write_between(page: Path, mark: str, lines: list[str]) -> None:
@@ -160,8 +164,7 @@ def write_summary() -> None:
             steps = f"{max(result['global_step'] for result in own):,}"
             published = PUBLISHED.get(script, {}).get(env_id, "-")
             cells = (f"[{script}](algorithms/{script}.md#benchmark)", env_id, len(own), steps)
-            means = f"{np.mean(returns):,.1f} | {np.std(returns):,.1f}"
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {means} | {published} |")
+            lines.append("| " + " | ".join(map(str, (*cells, mean_and_deviation(returns), published))) + " |")
     write_between(ROOT / "docs" / "benchmarks.md", "<!-- results: python benchmarks/learn.py -->", lines)
 
 
