@@ -1,25 +1,24 @@
 """Train an algorithm on several environments with several seeds, table the evaluations and draw the curves.
 
 Run:   python benchmarks/learn.py --script ppo
-       python benchmarks/learn.py --script dqn --env-ids CartPole-v1 --seeds 1 2 3 --workers 2
+       python benchmarks/learn.py --script dqn --env-ids CartPole-v1 --num-seeds 3 --workers 2
 Makes: benchmarks/results/NAME.json (every run's result, command and curve), the table in docs/algorithms/NAME.md,
        docs/drawings/learn-NAME.png, and from the files of all algorithms the table in docs/benchmarks.md
 
-Runs that are finished are not repeated, broken ones go on. Results of environments that are not asked for stay.
+The runs are those of `cleanba benchmark`: finished ones are not repeated, broken ones go on. Results of environments
+and seeds that are not asked for stay.
 """
 
 import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import tyro
 
+from cleanba.tools.benchmark import Benchmark
 from cleanba.tools.curves import RETURN, Run, panels, read_run, thin
+from cleanba.tools.grid import Job
 from cleanba.tools.plot import draw_panels, new_figure, save
 
 ROOT = Path(__file__).parent.parent
@@ -56,47 +55,57 @@ class Learn:
     """algorithm file in cleanba/, without .py"""
     env_ids: tuple[str, ...] = ()
     """environments (default: those of the algorithm's page)"""
-    seeds: tuple[int, ...] = (1, 2, 3)
+    num_seeds: int = 3
     """seeds of each"""
+    start_seed: int = 1
+    """the first of them"""
     arguments: str = ""
     """further arguments of every run, as one string"""
     workers: int = 1
-    """runs at a time"""
-    runs: Path = ROOT / "runs" / "benchmark"
-    """where the run directories go"""
+    """runs at a time; they share out the cores"""
+    runs: Path | None = None
+    """where the run directories go (default: runs/benchmark/ and the script)"""
 
     def main(self) -> None:
         """Run everything that is not there yet, then write the files."""
         env_ids = self.env_ids or ENV_IDS.get(self.script, ())
         if not env_ids:
             raise SystemExit(f"--env-ids: {self.script} has none by default; name some")
+        folder = self.runs or ROOT / "runs" / "benchmark" / self.script
+        grid = Benchmark(
+            script=str(ROOT / "cleanba" / f"{self.script}.py"),
+            arguments=("--save-model", *self.arguments.split()),
+            env_ids=env_ids,
+            num_seeds=self.num_seeds,
+            start_seed=self.start_seed,
+            workers=self.workers,
+            run_dir=str(folder),
+        )
+        if status := grid.main():
+            raise SystemExit(status)
         target = RESULTS / f"{self.script}.json"
         known = json.loads(target.read_text()) if target.exists() else []
         results = {(result["env_id"], result["seed"]): result for result in known}
-        with ThreadPoolExecutor(self.workers) as pool:
-            for result in pool.map(lambda job: self.run(*job), product(env_ids, self.seeds)):
-                results[result["env_id"], result["seed"]] = result
-                target.parent.mkdir(exist_ok=True)
-                target.write_text(json.dumps([results[job] for job in sorted(results)], indent=2) + "\n")
+        for job in grid.jobs(folder, grid.check()):
+            results[job.args.env_id, job.args.seed] = self.result(job)
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps([results[job] for job in sorted(results)], indent=2) + "\n")
         self.write_page(list(results.values()))
         draw(self.script, list(results.values()))
         write_summary()
 
-    def run(self, env_id: str, seed: int) -> dict:
-        """One run's result, with the command that makes it again."""
-        arguments = f"--env-id {env_id} --seed {seed} --save-model {self.arguments}".split()
-        run_dir = self.runs / f"{env_id}__{self.script}__{seed}"
-        script = ROOT / "cleanba" / f"{self.script}.py"
-        subprocess.run([sys.executable, script, *arguments, "--run-dir", run_dir], check=True)
-        result = json.loads((run_dir / "result.json").read_text())
-        command = " ".join(["python", f"cleanba/{self.script}.py", *arguments])
-        logged = thin(read_run(run_dir), POINTS)
+    def result(self, job: Job) -> dict:
+        """A finished run's result, with its curve and the command that makes it again."""
+        arguments = f"--env-id {job.args.env_id} --seed {job.args.seed} --save-model {self.arguments}"
+        logged = thin(read_run(job.run_dir), POINTS)
         curve = {
             "global_step": logged.step.round().tolist(),
             "episodes": logged.episodes.tolist(),
             "episodic_return": [None if np.isnan(x) else round(x, 3) for x in logged.values[RETURN]],
         }
-        return {"env_id": env_id, "seed": seed, "command": command, **result, "curve": curve}
+        which = {"env_id": job.args.env_id, "seed": job.args.seed}
+        command = f"python cleanba/{self.script}.py {arguments}".strip()
+        return {**which, "command": command, **(job.result or {}), "curve": curve}
 
     def write_page(self, results: list[dict]) -> None:
         """Put the table between the marks of the algorithm's page."""
