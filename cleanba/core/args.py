@@ -229,6 +229,11 @@ class CoreArgs(MachineArgs):
             "use fewer actor devices or a smaller --num-actor-threads",
         )
 
+    @property
+    def remark(self) -> str:
+        """What a run says about itself at its start, if anything."""
+        return ""
+
     def check_devices(self) -> None:
         """Exit with one line if the run does not fit onto its devices, once they are known."""
 

@@ -57,6 +57,11 @@ class ReplayArgs(CoreArgs):
         one = jax.eval_shape(lambda: empty(self))
         return self.num_shards * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
 
+    @property
+    def remark(self) -> str:
+        """How large the memory is, and where."""
+        return f"memory of {self.replay_bytes / 2**20:,.1f} MiB, in {self.num_shards} shards on their learners"
+
     def check(self) -> Self:
         """The sizes fit to each other, and the memory into the machine."""
         super().check()

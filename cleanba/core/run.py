@@ -140,6 +140,8 @@ class Run:
             self._open_files(config)
         self._display.start(self.done)
         self._display.say(f"{self.algorithm} on {self.args.env_id}, topology {self.args.layout}, in {self.dir}")
+        if self.args.remark:
+            self._display.say(self.args.remark)
         if self.done:
             self._display.say(f"going on after update {self.done}, step {self.global_step:,}")
 
@@ -256,9 +258,6 @@ class Run:
 
     def restored(self, first: State) -> tuple[State, dict[int, Any]]:
         """The state of the last checkpoint and the memories of this process's shards, or the first ones."""
-        if size := self.args.num_shards * sum(x.nbytes for x in jax.tree.leaves(first.memory)):
-            place = f"in {self.args.num_shards} shards on their learners"
-            self._display.say(f"memory of {size / 2**20:,.1f} MiB, {place}")
         if self._restored is None:
             return first, {}
         if self._restored.acting:
