@@ -87,14 +87,15 @@ class Learn:
         known = json.loads(target.read_text()) if target.exists() else []
         results = {(result["env_id"], result["seed"]): result for result in known}
         for job in grid.jobs(folder, grid.check()):
-            results[job.args.env_id, job.args.seed] = self.result(job)
+            if (result := job.result) is not None:  # --workers 0 only shows the plan
+                results[job.args.env_id, job.args.seed] = self.described(job, result)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps([results[job] for job in sorted(results)], indent=2) + "\n")
         self.write_page(list(results.values()))
         draw(self.script, list(results.values()))
         write_summary()
 
-    def result(self, job: Job) -> dict:
+    def described(self, job: Job, result: dict) -> dict:
         """A finished run's result, with its curve and the command that makes it again."""
         arguments = f"--env-id {job.args.env_id} --seed {job.args.seed} --save-model {self.arguments}"
         logged = thin(read_run(job.run_dir), POINTS)
@@ -105,7 +106,7 @@ class Learn:
         }
         which = {"env_id": job.args.env_id, "seed": job.args.seed}
         command = f"python cleanba/{self.script}.py {arguments}".strip()
-        return {**which, "command": command, **(job.result or {}), "curve": curve}
+        return {**which, "command": command, **result, "curve": curve}
 
     def write_page(self, results: list[dict]) -> None:
         """Put the table between the marks of the algorithm's page."""
