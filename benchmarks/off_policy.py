@@ -1,4 +1,4 @@
-"""SAC and TD3 against the same in plain PyTorch as CleanRL has it: same environment, networks, batch, gradient steps.
+"""SAC and TD3 against CleanRL's and those in plain PyTorch: same environment, networks, batch and gradient steps.
 
 Run:   python benchmarks/off_policy.py [--rounds 3]
 Makes: benchmarks/results/off_policy.md
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cleanba.tools.peers import install
+from cleanba.tools.peers import cleanrl, install
 
 ROOT = Path(__file__).parent.parent
 ENV_ID, STEPS = "HalfCheetah-v4", 3_000
@@ -33,10 +33,20 @@ def ours(name: str, arguments: str) -> float:
     return (last["global_step"] - first["global_step"]) / (last["stats/time"] - first["stats/time"])
 
 
-def torch(python: Path, name: str) -> float:
-    """Of PyTorch."""
+def plain(python: Path, name: str) -> float:
+    """Of plain PyTorch."""
     command = [str(python), str(ROOT / "benchmarks" / "torch_off_policy.py"), name, ENV_ID, str(STEPS // 3)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def published(python: Path, name: str) -> float:
+    """Of CleanRL's file, which says its speed every 100 steps."""
+    return cleanrl(python, f"{name}_continuous_action.py", 100, ENV_ID, learning_starts=1000).steps_per_second()
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median and extremes."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def main() -> None:
@@ -46,24 +56,23 @@ def main() -> None:
     options = parser.parse_args()
     python = install()
     lines = [f"Made by `python benchmarks/off_policy.py --rounds {options.rounds}`, {ENV_ID}; medians (least to most)."]
-    lines += [
-        "",
-        "| file | PyTorch, steps/s | arguments | steps/s | times PyTorch |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines += ["", "| file | arguments | steps/s | times CleanRL | times plain PyTorch |", "| --- " * 5 + "|"]
     for name in ("sac", "td3"):
-        yardstick: list[float] = []
+        file = f"{name}_continuous_action.py"
+        yardsticks: dict[str, list[float]] = {"CleanRL": [], "plain PyTorch": []}
         speeds: dict[str, list[float]] = {case: [] for case in CASES}
         for _ in range(options.rounds):
-            yardstick.append(torch(python, name))
+            yardsticks["CleanRL"].append(published(python, name))
+            yardsticks["plain PyTorch"].append(plain(python, name))
             for case in CASES:
                 speeds[case].append(ours(name, case))
-            print(name, yardstick[-1], {case: own[-1] for case, own in speeds.items()}, flush=True)
+            print(name, {case: round(values[-1]) for case, values in (yardsticks | speeds).items()}, flush=True)
         for case, own in speeds.items():
-            ratios = [a / b for a, b in zip(own, yardstick, strict=True)]
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            file, before = f"{name}_continuous_action.py", f"{statistics.median(yardstick):.0f}"
-            lines.append(f"| {file} | {before} | `{case}` | {statistics.median(own):.0f} | {spread} |")
+            ratios = ([a / b for a, b in zip(own, other, strict=True)] for other in yardsticks.values())
+            cells = [file, f"`{case}`", spread(own, ".0f"), *(spread(values, ".2f") for values in ratios)]
+            lines.append(f"| {' | '.join(cells)} |")
+        for other, values in yardsticks.items():
+            lines.append(f"| {file} | {other} | {spread(values, '.0f')} | | |")
     (ROOT / "benchmarks" / "results" / "off_policy.md").write_text("\n".join(lines) + "\n")
 
 

@@ -64,7 +64,7 @@ def test_the_files_are_found() -> None:
         ("concurrent", {"tools/bench.py"}),
         ("asyncio", set()),
         ("pickle", set()),
-        ("envpool", {"core/envs.py", "tools/peers/work.py"}),
+        ("envpool", {"core/envs.py", "tools/peers/work.py", "tools/peers/cleanrl.py"}),
         ("gymnasium", {"core/envs.py"}),
         ("ctypes", {"core/envs.py"}),
         ("imageio_ffmpeg", {"core/evaluate.py"}),

@@ -59,6 +59,7 @@ def test_the_ceiling_is_one_part_after_another() -> None:
         ([str(ROOT / "cleanba" / "ppo.py"), "--out", "no/such/place.json"], "there is no such directory"),
         ([str(ROOT / "cleanba" / "ppo.py"), "--", "--topology", "a0-l0-d2"], "use -d1"),
         ([str(ROOT / "cleanba" / "impala_atari.py"), "--peers"], "compare with ppo.py"),
+        ([str(ROOT / "cleanba" / "ppo_continuous_action.py"), "--peers"], "--env-id HalfCheetah-v4: "),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], said: str) -> None:

@@ -157,7 +157,7 @@ class Bench:
     updates: int = 2
     """updates of each part in a turn"""
     peers: bool = False
-    """run PyTorch PPO, Stable-Baselines3 and SBX on the same work, in a virtual environment of their own"""
+    """run PPO in plain PyTorch, of CleanRL, SB3 and SBX on the same work, in a virtual environment of their own"""
     without: tuple[str, ...] = ()
     """peers to leave out, such as sbx_ppo, which takes minutes for an update of a convolutional network on the CPU"""
     out: Path | None = None

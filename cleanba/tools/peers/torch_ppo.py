@@ -9,7 +9,7 @@ from torch import nn
 from work import Meter, make_envs
 
 work = json.loads(sys.argv[1])
-envs, meter = make_envs(work), Meter(work)
+envs, meter = make_envs(work), Meter(work["steps"])
 N, T, gamma, clip = work["num_envs"], work["num_steps"], work["gamma"], work["clip_coef"]
 shape, num_actions = envs.observation_space.shape, int(envs.action_space.n)
 

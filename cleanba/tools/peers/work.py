@@ -1,6 +1,7 @@
 """What the peers share: the environments and the measuring. Runs in their environment, without Cleanba."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import envpool
@@ -18,16 +19,16 @@ def make_envs(work: dict[str, Any]) -> Any:
 class Meter:
     """Called after each update: prints the steps per second of the timed ones and tells when they are done."""
 
-    def __init__(self, work: dict[str, Any]):
-        self._steps, self._times = work["num_envs"] * work["num_steps"], list[float]()
+    def __init__(self, steps: int):
+        self._steps, self._times = steps, list[float]()
 
-    def updated(self) -> bool:
+    def updated(self, show: Callable[[float], None] = print) -> bool:
         """Whether that was the last one."""
         self._times.append(time.perf_counter())
         timed = len(self._times) - WARM_UP
         if timed < 1 or self._times[-1] - self._times[WARM_UP - 1] < SECONDS:
             return False
-        print(timed * self._steps / (self._times[-1] - self._times[WARM_UP - 1]))
+        show(timed * self._steps / (self._times[-1] - self._times[WARM_UP - 1]))
         return True
 
 
@@ -97,7 +98,7 @@ def learn(ppo: Any, work: dict[str, Any]) -> None:
     class Measured(BaseCallback):
         def __init__(self) -> None:
             super().__init__()
-            self._meter, self._begun, self._goes_on = Meter(work), False, True
+            self._meter, self._begun, self._goes_on = Meter(work["steps"]), False, True
 
         def _on_rollout_start(self) -> None:
             if self._begun and self._meter.updated():
