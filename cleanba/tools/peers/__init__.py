@@ -13,9 +13,9 @@ from cleanba.core.envs import envpool_options
 from cleanba.core.topology import user_cache
 from cleanba.core.usage import usage_error
 
-PACKAGES = ("torch", "stable-baselines3", "sbx-rl", "envpool", "gymnasium", "pandas", "tensorboard")
-# CleanRL was written for older versions of these: they have a folder of their own before the packages above.
-CLEANRL = ("cleanrl==1.2.0", "gym==0.23.1", "gym-notices", "pygame", "stable-baselines3==1.2.0", "envpool==0.8.4")
+PACKAGES = ("torch", "stable-baselines3", "sbx-rl", "envpool", "gymnasium", "pandas", "pygame", "tensorboard")
+# CleanRL, which asks for a Python of its time, and what it needs of that time: in a folder, to go before all others.
+CLEANRL = ("cleanrl==1.2.0", "gym==0.23.1", "gym-notices", "stable-baselines3==1.2.0", "envpool==0.8.4")
 HERE = Path(__file__).parent
 
 

@@ -12,14 +12,17 @@ import numpy as np
 from work import Meter
 
 
+def as_gym(space: Any) -> gym.Space:
+    """A space of Gymnasium's."""
+    return gym.spaces.Discrete(space.n) if hasattr(space, "n") else gym.spaces.Box(space.low, space.high)
+
+
 class EnvPoolEnv(gym.Env):
-    """One environment of EnvPool: Gym's own MuJoCo of that time does not install any more."""
+    """One environment of EnvPool, where Gym has none: its MuJoCo of that time does not install any more."""
 
     def __init__(self, env_id: str):
         self._envs = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=1)
-        observed, acted = self._envs.observation_space, self._envs.action_space
-        self.observation_space = gym.spaces.Box(observed.low, observed.high, dtype=observed.dtype)
-        self.action_space = gym.spaces.Box(acted.low, acted.high, dtype=np.float32)
+        self.observation_space, self.action_space = map(as_gym, (self._envs.observation_space, self._envs.action_space))
 
     def seed(self, seed: int | None = None) -> None:
         """EnvPool's are seeded when they are made."""
@@ -30,7 +33,7 @@ class EnvPoolEnv(gym.Env):
 
     def step(self, action: np.ndarray) -> tuple:
         """Observation, reward, end, and whether the time was over."""
-        obs, reward, terminated, truncated, _ = self._envs.step(action[None].astype(self._envs.action_space.dtype))
+        obs, reward, terminated, truncated, _ = self._envs.step(np.asarray([action], self._envs.action_space.dtype))
         return obs[0], reward[0], terminated[0] or truncated[0], {"TimeLimit.truncated": truncated[0]}
 
 
@@ -44,6 +47,7 @@ def listen(*words: Any) -> None:
         sys.exit()
 
 
+np.float_ = np.float64  # a name that Gym uses and NumPy has dropped
 if work["env_id"] not in gym.envs.registry.env_specs:
     gym.register(work["env_id"], entry_point=EnvPoolEnv, kwargs={"env_id": work["env_id"]})
 sys.argv = [work["file"], *work["arguments"]]
