@@ -9,6 +9,7 @@ import pytest
 from sessions import ENV, ROOT
 
 from cleanba.core.clock import Clock
+from cleanba.tools import peers
 from cleanba.tools.bench import PARTS, WAITS, summarize, table
 
 WORK = "--num-envs 16 --num-steps 8 --num-shards 4"
@@ -67,6 +68,40 @@ def test_bad_input_gets_one_line(arguments: list[str], said: str) -> None:
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_peers_are_installed_once_and_again_when_others_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    (tmp_path / "cleanba" / "peers").mkdir(parents=True)  # as `python -m venv` would
+    peers.install()
+    made = len(commands)
+    assert made > 1
+    peers.install()
+    assert len(commands) == made
+    monkeypatch.setattr(peers, "CLEANRL", ("cleanrl==2.0.0",))
+    peers.install()
+    assert "cleanrl==2.0.0" in commands[-1]
+
+
+def test_cleanrl_is_given_the_workload_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peer = peers.cleanrl(Path("python"), "ppo.py", 512, "Acrobot-v1", num_envs=4, learning_rate=2.5e-4)
+    words = "--num-envs 4 --learning-rate 0.00025 --env-id Acrobot-v1 --total-timesteps 1000000000"
+    assert peer.work["arguments"] == words.split()
+    assert peer.work["file"] == f"{tmp_path}/cleanba/peers/cleanrl/cleanrl/ppo.py"
+
+
+def test_a_peer_writes_nothing_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy.py").write_text("import tempfile\nopen('log', 'w')\ntempfile.mkdtemp()\nprint(7.5)\n")
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert peers.Peer("lazy", Path(sys.executable), {}).steps_per_second() == 7.5
+    assert [path.name for path in tmp_path.iterdir()] == ["lazy.py"]
 
 
 def test_a_clock_takes_the_mean_over_threads_and_begins_anew() -> None:
