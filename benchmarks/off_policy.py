@@ -8,12 +8,12 @@ Each is a process of its own, in turns; steps/s while it learns. One gradient st
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from cleanba.tools.bench import spread
 from cleanba.tools.peers import cleanrl, install
 
 ROOT = Path(__file__).parent.parent
@@ -44,9 +44,10 @@ def published(python: Path, name: str) -> float:
     return cleanrl(python, f"{name}_continuous_action.py", 100, ENV_ID, learning_starts=1000).steps_per_second()
 
 
-def spread(values: list[float], form: str) -> str:
+def cell(values: list[float], form: str) -> str:
     """Median and extremes."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    median, low, high = (format(value, form) for value in spread(values))
+    return f"{median} ({low} to {high})"
 
 
 def main() -> None:
@@ -69,10 +70,10 @@ def main() -> None:
             print(name, {case: round(values[-1]) for case, values in (yardsticks | speeds).items()}, flush=True)
         for case, own in speeds.items():
             ratios = ([a / b for a, b in zip(own, other, strict=True)] for other in yardsticks.values())
-            cells = [file, f"`{case}`", spread(own, ".0f"), *(spread(values, ".2f") for values in ratios)]
+            cells = [file, f"`{case}`", cell(own, ".0f"), *(cell(values, ".2f") for values in ratios)]
             lines.append(f"| {' | '.join(cells)} |")
         for other, values in yardsticks.items():
-            lines.append(f"| {file} | {other} | {spread(values, '.0f')} | | |")
+            lines.append(f"| {file} | {other} | {cell(values, '.0f')} | | |")
     (ROOT / "benchmarks" / "results" / "off_policy.md").write_text("\n".join(lines) + "\n")
 
 
