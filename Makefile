@@ -44,7 +44,7 @@ format: $(STAMP)  ## apply the formatter and the linter's safe fixes
 lock:  ## pin the dependencies of pyproject.toml anew; UPGRADE=--upgrade also moves those that need not move
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/python -m pip install --disable-pip-version-check --quiet uv
-	.venv/lock/bin/uv pip compile pyproject.toml --extra dev --extra track --extra report --extra tune --extra share --extra video --extra docs --universal --python-version 3.11 \
+	.venv/lock/bin/uv pip compile pyproject.toml --extra dev --extra track --extra report --extra tune --extra share --extra video --extra docs --universal --python-version 3.11 --no-strip-extras \
 	  --fork-strategy fewest --generate-hashes --no-header $(UPGRADE) --quiet \
 	  --output-file requirements.txt > /dev/null
 	@{ printf '%s\n' '# Every package of `make setup`, pinned with hashes, for Python 3.11 to 3.13 (all extras but cuda).' \
