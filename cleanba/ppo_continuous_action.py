@@ -212,18 +212,32 @@ def prepare(params: Any, scale: jax.Array, rollout: Rollout, args: Args) -> Batc
 
 
 # same as ppo.py
-def normalize(batch: Batch, args: Args) -> Batch:
-    """Weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards of a minibatch."""
-    count = jnp.maximum(1.0, total(each_shard(lambda batch: jnp.sum(batch.weight, dtype=jnp.float32), batch)))
-    mean = total(each_shard(lambda batch: jnp.sum(batch.weight * batch.advantage), batch)) / count
-    deviation = total(each_shard(lambda batch: jnp.sum(batch.weight * (batch.advantage - mean) ** 2), batch))
+class Moments(NamedTuple):
+    """Of a minibatch's valid rows, over all shards."""
 
-    def one_shard(batch: Batch) -> Batch:
-        advantage = (batch.advantage - mean) / (jnp.sqrt(deviation / count) + 1e-8)
-        advantage = advantage if args.norm_adv else batch.advantage
-        return batch._replace(advantage=advantage, weight=batch.weight / count)
+    count: jax.Array
+    mean: jax.Array  # of the advantages
+    squares: jax.Array  # the sum of their squared distances from it
 
-    return each_shard(one_shard, batch)
+
+# same as ppo.py
+def measured(batch: Batch, index: jax.Array) -> Moments:
+    """Of each minibatch of an update, [M]. The parameters have no part in them, so two messages bring them all."""
+    weight, advantage = each_shard(lambda batch, index: (batch.weight[index], batch.advantage[index]), batch, index)
+    each = partial(each_shard, axes=2)  # [S / L, M, ...]
+    count, mean = total(each(lambda w, a: (jnp.sum(w, dtype=jnp.float32), jnp.sum(w * a)), weight, advantage))
+    count = jnp.maximum(1.0, count)
+    means = jnp.broadcast_to(mean / count, weight.shape[:2])
+    squares = total(each(lambda w, a, mean: jnp.sum(w * (a - mean) ** 2), weight, advantage, means))
+    return Moments(count, means[0], squares)
+
+
+# same as ppo.py
+def normalize(batch: Batch, moments: Moments, args: Args) -> Batch:
+    """One shard's rows with weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards."""
+    advantage = (batch.advantage - moments.mean) / (jnp.sqrt(moments.squares / moments.count) + 1e-8)
+    advantage = advantage if args.norm_adv else batch.advantage
+    return batch._replace(advantage=advantage, weight=batch.weight / moments.count)
 
 
 def loss(params: Any, batch: Batch, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -256,26 +270,27 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
     scale = jnp.sqrt(returns_seen["var"] + 1e-8)
     batch = each_shard(partial(prepare, state.params, scale, args=args), rollouts)  # [S / L, N, ...]
     obs_seen = seen(state.params["seen"], rollouts.obs[:, :-1], jnp.ones_like(rollouts.reward))
-    parts = (args.num_minibatches, args.gradient_accumulation_steps, -1)
 
-    def minibatch(learned: tuple, index: jax.Array) -> tuple[tuple, dict]:
+    def shuffled(key: jax.Array) -> jax.Array:
+        order = partial(jax.random.permutation, x=batch.weight.shape[1])
+        epochs = jax.lax.map(lambda epoch: order(jax.random.fold_in(key, epoch)), jnp.arange(args.update_epochs))
+        return epochs.reshape(args.update_epochs * args.num_minibatches, args.gradient_accumulation_steps, -1)
+
+    def minibatch(learned: tuple, drawn: tuple[jax.Array, Moments]) -> tuple[tuple, dict]:
         params, adam = learned
-        drawn = each_shard(lambda batch, index: jax.tree.map(lambda x: x[index], batch), batch, index)
-        drawn = normalize(drawn, args)
+        index, moments = drawn
+        rows = jax.vmap(lambda batch, index: jax.tree.map(lambda x: x[index], batch))(batch, index)
         gradient = partial(jax.grad(partial(loss, args=args), has_aux=True), params)
-        grads, metrics = total(each_shard(partial(accumulate, gradient), drawn))
+        summed = each_shard(lambda rows: accumulate(gradient, normalize(rows, moments, args)), rows)
+        grads, metrics = total(summed)
         step, adam = optimizer(args).update(grads, adam)
         metrics["charts/learning_rate"] = adam[1].hyperparams["learning_rate"]
         return (optax.apply_updates(params, step), adam), metrics
 
-    def epoch(learned: tuple, number: jax.Array) -> tuple[tuple, dict]:
-        def shuffled(key: jax.Array) -> jax.Array:
-            return jax.random.permutation(jax.random.fold_in(key, number), batch.weight.shape[1]).reshape(parts)
-
-        return jax.lax.scan(minibatch, learned, jnp.moveaxis(each_shard(shuffled, keys), 1, 0))
-
+    index = each_shard(shuffled, keys)  # [S / L, M, ...]
+    drawn = (jnp.moveaxis(index, 1, 0), measured(batch, index))
     learned = (state.params["network"], state.opt_state["adam"])
-    (params, adam), metrics = jax.lax.scan(epoch, learned, jnp.arange(args.update_epochs))
+    (params, adam), metrics = jax.lax.scan(minibatch, learned, drawn)
     # The statistics change with the version: an update learns with those that its parameters were learned with.
     return State({"network": params, "seen": obs_seen}, {"adam": adam, "returns": returns_seen}, memory), metrics
 

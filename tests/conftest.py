@@ -9,17 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["NPROC"] = "16"  # --cpu-threads, as a run sets it
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
-    ]
-).strip()
 
 import jax
 import pytest
 
+from cleanba.core.topology import set_flags
+
+set_flags()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 assert jax.local_device_count() == 8  # this starts JAX

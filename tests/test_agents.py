@@ -39,7 +39,8 @@ LSTM: dict[str, Any] = dict(env_id="CartPole-v1", network="mlp", observe=(0, 2))
 AGENTS: list[tuple[ModuleType, dict[str, Any]]] = [  # c51, ddpg and td3 differ from these in what they compute alone
     (dqn, REPLAY),
     (sac_continuous_action, REPLAY | dict(env_id="Pendulum-v1")),
-    (ppo_continuous_action, SEQUENCES | dict(env_id="Pendulum-v1")),
+    # As many shards and minibatches as it takes for XLA to simplify `log_prob` otherwise for one learner, if it may.
+    (ppo_continuous_action, SEQUENCES | dict(env_id="Pendulum-v1", num_envs=16, num_shards=8, num_minibatches=4)),
     (ppo_atari_lstm, SEQUENCES | LSTM),
 ]
 EACH = pytest.mark.parametrize(("module", "sizes"), AGENTS, ids=[module.__name__ for module, _ in AGENTS])

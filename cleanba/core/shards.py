@@ -33,9 +33,13 @@ class State(NamedTuple):
     memory: Any = ()  # of each shard, on its learner: [S / L, ...]; `init` makes one shard's
 
 
-def each_shard(function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of each shard's slice of `trees`, [S / L, ...], one after another."""
-    return jax.lax.map(lambda slices: fenced(function)(*slices), trees)
+def each_shard(function: Callable[..., Any], *trees: Any, axes: int = 1) -> Any:
+    """`function` of each shard's slice of `trees`, [S / L, ...], one after another; of each slice along several `axes`,
+    if there are more."""
+    lead = jax.tree.leaves(trees)[0].shape[:axes]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), trees)
+    results = jax.lax.map(lambda slices: fenced(function)(*slices), flat)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
 
 
 def fenced(function: Callable[..., Any]) -> Callable[..., Any]:

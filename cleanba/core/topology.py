@@ -21,6 +21,15 @@ from cleanba.core.processes import Place
 
 LEARNER = "learner"  # the mesh axis
 CACHE_BYTES = 2**30  # of compiled programs; what was not used for longest goes first
+FLAGS = (
+    # Learners that share few cores arrive at a collective minutes apart; XLA's 40 seconds would end the process.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
+    "--xla_gpu_deterministic_ops=true",
+    # A program for several learners has equal expressions merged before it is simplified, one for a single learner only
+    # afterwards. What is simplified then differs (x / exp(y) or x * exp(-y)), and so does its rounding.
+    "--xla_disable_hlo_passes=cse",
+)
 
 
 class TopologyError(Exception):
@@ -69,11 +78,7 @@ class Topology:
         # LAPACK, which orthogonal initializers call, splits its sums by the number of cores; it reads this when loaded.
         os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
         needed = self.devices_needed
-        # Learners that share few cores arrive at a collective minutes apart; XLA's 40 seconds would end the process.
-        patience = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
-        for flag in (patience, patience.replace("terminate", "warn_stuck"), "--xla_gpu_deterministic_ops=true"):
-            if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-                os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        set_flags()
         _keep_compiled_programs()
         with contextlib.suppress(RuntimeError):  # JAX runs already, as in a notebook: its devices may be enough
             jax.config.update("jax_num_cpu_devices", min(needed, cpu_threads))
@@ -179,6 +184,13 @@ class Topology:
     def learner_of(self, shard: int, num_shards: int) -> jax.Device:
         """The device that learns from this shard."""
         return self.mesh.devices[np.nonzero(self.shares(num_shards) == shard)[0][0]]
+
+
+def set_flags() -> None:
+    """Add what the user did not set to XLA_FLAGS, which is read when JAX starts."""
+    for flag in FLAGS:
+        if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def user_cache() -> Path:
