@@ -193,7 +193,7 @@ def prepare(params: Any, rollout: Rollout, args: Args) -> Batch:
 class Moments(NamedTuple):
     """Of a minibatch's valid rows, over all shards."""
 
-    count: jax.Array
+    rows: jax.Array  # how many
     mean: jax.Array  # of the advantages
     squares: jax.Array  # the sum of their squared distances from it
 
@@ -213,9 +213,9 @@ def measured(batch: Batch, index: jax.Array) -> Moments:
 # same as ppo.py
 def normalize(batch: Batch, moments: Moments, args: Args) -> Batch:
     """One shard's rows with weights that sum to 1, and advantages of mean 0 and deviation 1, over all shards."""
-    advantage = (batch.advantage - moments.mean) / (jnp.sqrt(moments.squares / moments.count) + 1e-8)
+    advantage = (batch.advantage - moments.mean) / (jnp.sqrt(moments.squares / moments.rows) + 1e-8)
     advantage = advantage if args.norm_adv else batch.advantage
-    return batch._replace(advantage=advantage, weight=batch.weight / moments.count)
+    return batch._replace(advantage=advantage, weight=batch.weight / moments.rows)
 
 
 # same as ppo.py

@@ -260,18 +260,26 @@ def on_one_learner(function: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("norm_adv", [True, False])
 def test_normalize_uses_the_valid_rows_of_all_shards(module: Any, norm_adv: bool) -> None:
     rng = np.random.default_rng(7)
-    shape = (4, 2, 9)  # shards, parts, rows
-    advantage = rng.normal(3, 5, shape).astype(np.float32)
-    valid = rng.random(shape) < 0.7
+    advantage = rng.normal(3, 5, (4, 36)).astype(np.float32)  # shards, rows
+    valid = rng.random(advantage.shape) < 0.7
     advantage[~valid] = 1e6
-    batch = module.Batch(*[advantage] * 5, weight=valid)._replace(advantage=advantage)
+    index = np.stack([rng.permutation(36).reshape(2, 2, 9) for _ in advantage])  # shards, minibatches, parts, rows
     args = module.Args(norm_adv=norm_adv)
-    result = on_one_learner(lambda b: module.normalize(b, args), batch)
-    kept = advantage[valid].astype(np.float64)
-    expected = (kept - kept.mean()) / (kept.std() + 1e-8) if norm_adv else kept
-    assert_close(np.asarray(result.advantage)[valid], expected, rtol=1e-4, atol=1e-4)
-    assert_close(np.asarray(result.weight), valid / valid.sum(), rtol=1e-6)
-    assert np.array_equal(result.target, advantage)
+
+    def normalized(batch: Any) -> list[Any]:
+        moments = module.measured(batch, jnp.array(index))
+        each = [(index[:, m], jax.tree.map(lambda x, m=m: x[m], moments)) for m in range(2)]
+        rows = [jax.tree.map(lambda x, own=own: jnp.take_along_axis(x[:, None], own, 2), batch) for own, _ in each]
+        return [module.normalize(own, moments, args) for own, (_, moments) in zip(rows, each, strict=True)]
+
+    results = on_one_learner(normalized, module.Batch(*[advantage] * 5, weight=valid)._replace(advantage=advantage))
+    for m, result in enumerate(results):
+        raw, kept = (np.take_along_axis(x[:, None], index[:, m], 2) for x in (advantage, valid))
+        values = raw[kept].astype(np.float64)
+        expected = (values - values.mean()) / (values.std() + 1e-8) if norm_adv else values
+        assert_close(np.asarray(result.advantage)[kept], expected, rtol=1e-4, atol=1e-4)
+        assert_close(np.asarray(result.weight), kept / kept.sum(), rtol=1e-6)
+        assert np.array_equal(result.target, raw)
 
 
 def spoil_reset_rows(rollout: Rollout, rng: np.random.Generator) -> Rollout:
