@@ -6,9 +6,12 @@ import re
 import sys
 import tomllib
 from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent / "cleanba"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -213,3 +216,21 @@ def test_copies_are_marked() -> None:
 def test_the_main_blocks_are_the_same() -> None:
     blocks = {ast.dump(tree(path).body[-1]) for path in ALGORITHMS}
     assert len(blocks) == 1
+
+
+def test_pins_name_the_extras_that_packages_ask_for() -> None:
+    """Without them pip looks past the pin for the newest release, and refuses it for want of a hash."""
+    lines = (ROOT.parent / "requirements.txt").read_text().splitlines()
+    pins = [Requirement(line.removesuffix("\\").strip()) for line in lines if re.match(r"\w", line)]
+    pinned = {canonicalize_name(pin.name): pin.extras for pin in pins}
+    asked: dict[str, set[str]] = {}
+    for package in pinned:
+        try:
+            wanted = [Requirement(text) for text in requires(package) or []]
+        except PackageNotFoundError:  # of another platform
+            continue
+        for one in wanted:
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *pinned[package])):
+                asked.setdefault(canonicalize_name(one.name), set()).update(one.extras)
+    assert {name: extras - pinned[name] for name, extras in asked.items() if extras - pinned.get(name, set())} == {}
+    assert any(asked.values())
