@@ -61,16 +61,6 @@ class Args(ReplayArgs):
         return self
 
 
-def dense(width: int, x: jax.Array) -> jax.Array:
-    """A layer whose first weights and biases are drawn evenly within 1 / sqrt(inputs) of 0, as PyTorch's are."""
-    bound = x.shape[-1] ** -0.5
-
-    def evenly(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return nn.Dense(width, kernel_init=evenly, bias_init=evenly)(x)
-
-
 class Agent(nn.Module):
     """The value of each action."""
 
@@ -81,8 +71,8 @@ class Agent(nn.Module):
         """Values [B, A] of observations [B, ...]."""
         x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
         for width in (120, 84):
-            x = nn.relu(dense(width, x))
-        return dense(self.num_actions, x)
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.num_actions)(x)
 
 
 # same as ppo.py
