@@ -69,7 +69,7 @@ def main() -> int:
     experiments = [x for x in EXPERIMENTS if any(text in x for text in options.experiments)]
     places = [x for x in PLACES if any(text in x for text in options.places)]
     target, status = ROOT / "benchmarks" / "results" / "topologies.md", 0
-    tables = {text.splitlines()[0].split("`")[1]: text for text in target.read_text().split("\n## ")[1:]}
+    tables = {text.split("`")[1]: f"{text.strip()}\n" for text in target.read_text().split("\n## ")[1:]}
     call = shlex.join(["python", "benchmarks/topologies.py", *sys.argv[1:]])
     for experiment in experiments:
         found = {place: fingerprint(experiment, place) for place in places}
