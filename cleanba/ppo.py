@@ -20,6 +20,7 @@ from cleanba.core.actors import Actors
 from cleanba.core.args import CoreArgs, parse
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
+from cleanba.core.seeding import permutation
 from cleanba.core.shards import Learner, State, accumulate, each_shard, total
 
 
@@ -216,7 +217,7 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
     batch = each_shard(partial(prepare, state.params, args=args), rollouts)  # [S / L, N, ...]
 
     def shuffled(key: jax.Array) -> jax.Array:
-        order = partial(jax.random.permutation, x=batch.weight.shape[1])
+        order = partial(permutation, size=batch.weight.shape[1])
         epochs = jax.lax.map(lambda epoch: order(jax.random.fold_in(key, epoch)), jnp.arange(args.update_epochs))
         return epochs.reshape(args.update_epochs * args.num_minibatches, args.gradient_accumulation_steps, -1)
 

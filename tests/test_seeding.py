@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cleanba.core.seeding import Role, env_seeds, key
+from cleanba.core.seeding import Role, env_seeds, key, permutation
 
 
 def test_keys_are_distinct_over_roles_shards_rollouts_and_steps() -> None:
@@ -59,3 +59,12 @@ def test_environment_seeds_do_not_depend_on_the_grouping() -> None:
         parts = [env_seeds(7, Role.ACT, range(i, i + size)) for i in range(0, 24, size)]
         assert list(itertools.chain(*parts)) == together
     assert env_seeds(7, Role.ACT, [5, 17]) == [together[5], together[17]]
+
+
+# Around the sizes at which the random numbers take another part to sort by, and at which JAX takes another round.
+@pytest.mark.parametrize("size", [1, 2, 3, 100, 1024, 1625, 1626, 65_536, 65_537])
+def test_a_permutation_is_that_of_jax(size: int) -> None:
+    keys = [key(seed, Role.LEARN, 2) for seed in range(3)]
+    own, other = (np.stack([f(k, size) for k in keys]) for f in (permutation, jax.random.permutation))
+    assert np.array_equal(own, other)
+    assert own.dtype == other.dtype

@@ -1,12 +1,15 @@
 """Keys and environment seeds by name: what they are for decides them, never how often somebody asked before.
+Also `permutation`, which is JAX's own, only faster.
 
 Nothing here has a state, so there is nothing to save, and no two users can be handed the same stream.
 """
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -25,6 +28,25 @@ def key(seed: int, role: Role, *names: int | jax.Array) -> jax.Array:
     for name in (role, *names):
         result = jax.random.fold_in(result, name)
     return result
+
+
+def permutation(key: jax.Array, size: int) -> jax.Array:
+    """The numbers below `size` in the order of `jax.random.permutation(key, size)`, to the bit, but sooner.
+
+    JAX sorts pairs of a random number and an index. XLA sorts pairs slowly on the CPU, single numbers six times as
+    fast. So here the index stands in the low bits of what is sorted, below a part of the random number; sorted by
+    its low part first, then by its high part, the whole is in order.
+    """
+    place, bits = jnp.arange(size, dtype=jnp.uint32), (size - 1).bit_length()
+    order = place
+    for _ in range(math.ceil(3 * math.log(max(1, size)) / math.log(2**32 - 1))):  # rounds, as JAX counts them
+        key, own = jax.random.split(key)
+        numbers, sorting = jax.random.bits(own, (size,), jnp.uint32), place
+        for low in range(0, 32, 32 - bits):
+            part = numbers[sorting] >> low << bits
+            sorting = sorting[jnp.sort(part | place) & (1 << bits) - 1]
+        order = order[sorting]
+    return order.astype(jnp.int32)
 
 
 def env_seeds(seed: int, role: Role, indices: Sequence[int], since: int = 1) -> list[int]:
