@@ -89,6 +89,15 @@ def test_an_update_does_not_know_how_many_learners_there_are(module: ModuleType,
     assert bits(one[0].params) != bits(first_state(module, module.Args(**sizes)).params)
 
 
+def test_long_messages_between_processes_change_nothing(tmp_path: Path) -> None:
+    """The critics' gradients are long enough to be summed in pieces by three learners and more."""
+    sizes = "--env-id Pendulum-v1 --num-envs 4 --num-shards 4 --num-steps 4 --batch-size 8 --learning-starts 16"
+    arguments, name = f"{sizes} --buffer-size 64 --total-timesteps 64", "td3_continuous_action"
+    for topology in ("a0-l0", "a0-l0,1-d2"):
+        finish(tmp_path / topology, f"{arguments} --topology {topology}", name=name)
+    assert_same(tmp_path / "a0-l0", tmp_path / "a0-l0,1-d2")
+
+
 @pytest.mark.parametrize(("module", "sizes"), [AGENTS[0], AGENTS[-1]], ids=["replay", "recurrent"])
 def test_a_run_with_a_memory_goes_on_as_if_nothing_had_happened(
     module: ModuleType, sizes: dict, tmp_path: Path

@@ -15,7 +15,7 @@ from cleanba import ppo
 from cleanba.core.actors import Collector
 from cleanba.core.lockstep import Lockstep
 from cleanba.core.seeding import Role
-from cleanba.core.shards import Learner, State, accumulate, each_shard, fenced, total
+from cleanba.core.shards import LONG, Learner, State, accumulate, each_shard, fenced, total
 from cleanba.core.topology import LEARNER, Topology, to_device
 
 
@@ -93,12 +93,13 @@ def tree_sum(x: np.ndarray) -> np.ndarray:
     return terms[0]
 
 
+@pytest.mark.parametrize("size", [1001, LONG + 1])
 @pytest.mark.parametrize(
     ("shards", "learners"), [(1, [1]), (8, [1, 2, 4, 8]), (6, [1, 2, 3, 6]), (7, [1, 7]), (24, [1, 2, 3, 4, 6, 8])]
 )
-def test_total_is_one_fixed_tree(shards: int, learners: list[int]) -> None:
+def test_total_is_one_fixed_tree(shards: int, learners: list[int], size: int) -> None:
     rng = np.random.default_rng(shards)
-    x = (rng.normal(size=(shards, 1001)) * 10.0 ** rng.integers(-4, 5, (shards, 1001))).astype(np.float32)
+    x = (rng.normal(size=(shards, size)) * 10.0 ** rng.integers(-4, 5, (shards, size))).astype(np.float32)
     expected = tree_sum(x)
     assert shards < 3 or not np.array_equal(expected, np.sum(x, axis=0))  # the order matters here
     for count in learners:
@@ -106,10 +107,11 @@ def test_total_is_one_fixed_tree(shards: int, learners: list[int]) -> None:
         assert result.tobytes() == expected.tobytes(), f"{count} learners"
 
 
+@pytest.mark.parametrize("size", [1001, LONG])
 @pytest.mark.parametrize(("shards", "learners"), [(4, 3), (6, 4), (7, 2), (8, 3), (8, 5)])
-def test_learners_that_cannot_share_evenly_count_no_shard_twice(shards: int, learners: int) -> None:
+def test_learners_that_cannot_share_evenly_count_no_shard_twice(shards: int, learners: int, size: int) -> None:
     rng = np.random.default_rng(shards)
-    x = {name: rng.normal(size=(shards, 1001)).astype(np.float32) for name in "ab"}
+    x = {name: rng.normal(size=(shards, size)).astype(np.float32) for name in "ab"}
     topology = layout(learners)
     args = SimpleNamespace(layout=topology, num_shards=shards, seed=1)
     learner = Learner(
@@ -134,6 +136,15 @@ def test_what_is_summed_together_is_sent_together(learners: int) -> None:
     messages = re.findall(r"(\w+)\[([\d,]+)\] = all_gather", str(jax.make_jaxpr(mapped)(x)))
     rows = {1: 0, 2: 6, 3: 3, 6: 6}[learners]  # of all learners: two with three shards each, three with a sum each
     assert messages == ([("f32", f"{rows},12")] if rows else [])
+
+
+@pytest.mark.parametrize(("learners", "received"), [(2, [2 * LONG]), (4, [LONG, LONG]), (8, [LONG, LONG])])
+def test_of_long_messages_a_learner_receives_less_than_two(learners: int, received: list[int]) -> None:
+    """However many learners there are; what it sends to itself is counted here."""
+    mapped = jax.shard_map(total, mesh=layout(learners).mesh, in_specs=P(LEARNER), out_specs=P(), check_vma=False)
+    program = str(jax.make_jaxpr(mapped)(np.ones((8, LONG), np.float32)))
+    shapes = re.findall(r"f32\[([\d,]+)\] = all_(?:gather|to_all)", program)
+    assert [np.prod([int(n) for n in shape.split(",")]) for shape in shapes] == received
 
 
 def test_the_mean_loss_gradient_has_the_same_bits_for_every_number_of_learners() -> None:

@@ -20,6 +20,7 @@ from cleanba.core.seeding import Role, key
 from cleanba.core.topology import LEARNER, Topology, to_device
 
 NEVER_REACHED = 1 << 20  # rounds of a loop that has one or two
+LONG = 1 << 16  # numbers of a message that is worth a second one
 
 # While an update is traced: the places of the shards among all learners' places, or None where nothing is repeated.
 _once: ContextVar[np.ndarray | None] = ContextVar("once", default=None)
@@ -88,7 +89,9 @@ def total(tree: Any) -> Any:
 
     The tree adds neighbours, then neighbouring sums, and so on. Where every learner holds the same power of two of
     shards, it sums its own subtree before it sends it; the additions are the same ones. All of it is sent in one
-    message, because between processes a message costs more than its content.
+    message, because between processes a message costs more than its content. A long one among more than two learners
+    goes out in two: each learner sums one piece of it and hands that on. Then a learner receives less than twice as
+    much as it holds, instead of all that the others hold.
     """
     once, num_learners = _once.get(), jax.lax.axis_size(LEARNER)
     count = jax.tree.leaves(tree)[0].shape[0]
@@ -97,10 +100,18 @@ def total(tree: Any) -> Any:
     one = jax.tree.map(lambda x: x[0], tree)
     if num_learners == 1:
         return one
-    unravel = ravel_pytree(one)[1]
-    message = jax.lax.all_gather(jax.vmap(lambda one: ravel_pytree(one)[0])(tree), LEARNER, tiled=True)
-    # The fence hides from what uses the sums that they came together.
-    return fenced(lambda message: unravel(_tree_sum(message if once is None else message[once])))(message)
+    flat, unravel = ravel_pytree(one)
+    rows = jax.vmap(lambda one: ravel_pytree(one)[0])(tree)
+
+    def summed(rows: jax.Array) -> jax.Array:
+        return _tree_sum(rows if once is None else rows[once])
+
+    # The last fence hides from what uses the sums that they came together.
+    if num_learners == 2 or flat.size < LONG:
+        return fenced(lambda rows: unravel(summed(rows)))(jax.lax.all_gather(rows, LEARNER, tiled=True))
+    even = jnp.pad(rows, ((0, 0), (0, -flat.size % num_learners)))
+    piece = fenced(summed)(jax.lax.all_to_all(even, LEARNER, split_axis=1, concat_axis=0, tiled=True))
+    return fenced(lambda sums: unravel(sums[: flat.size]))(jax.lax.all_gather(piece, LEARNER, tiled=True))
 
 
 def _tree_sum(x: jax.Array) -> jax.Array:
@@ -117,6 +128,7 @@ class Learner:
         self._run, self._args, self._lockstep = run, run.args, run.lockstep
         self._topology: Topology = run.args.layout
         self._shares = self._topology.shares(self._args.num_shards).ravel()
+        self._places = self._topology.spread(self._shares)
         inputs, outputs = (P(), P(LEARNER), P(LEARNER), P(LEARNER), P()), (P(), P(LEARNER), P(), P())
         specs: dict[str, Any] = dict(in_specs=inputs, out_specs=outputs, check_vma=False)
         step = jax.shard_map(partial(self._step, update), mesh=self._topology.mesh, **specs)
@@ -149,11 +161,11 @@ class Learner:
         """Update n. Raises FloatingPointError rather than return parameters that are not finite."""
         if collected.version != self._lockstep.version_for(n):
             raise AssertionError(f"update {n} was given a rollout of version {collected.version}")
-        before, places = state, self._topology.spread(self._shares)
+        before = state
         if jax.tree.leaves(state.memory):
             self._run.hold_signals()  # broken off, there would be neither the old memory nor the new one
         rest = state._replace(memory=())
-        compute = partial(self._update, rest, state.memory, collected.rollouts, places, np.uint32(n))
+        compute = partial(self._update, rest, state.memory, collected.rollouts, self._places, np.uint32(n))
         with self._lockstep.clock("update"):
             state, memory, metrics, finite = self._lockstep.call(lambda: jax.block_until_ready(compute()))
         state, metrics = state._replace(memory=memory), _means(metrics)

@@ -94,7 +94,7 @@ class Topology:
         """The devices that act."""
         return [jax.local_devices()[i] for i in self.actors]
 
-    @property
+    @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices that learn, of all processes: neighbouring shards on neighbouring devices."""
         devices = [[d for d in jax.devices() if d.process_index == p] for p in range(self.processes)]
