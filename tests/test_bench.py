@@ -10,7 +10,7 @@ from sessions import ENV, ROOT
 
 from cleanba.core.clock import Clock
 from cleanba.tools import peers
-from cleanba.tools.bench import PARTS, WAITS, summarize, table
+from cleanba.tools.bench import PARTS, WAITS, Bench, summarize, table
 
 WORK = "--num-envs 16 --num-steps 8 --num-shards 4"
 
@@ -61,6 +61,7 @@ def test_the_ceiling_is_one_part_after_another() -> None:
         ([str(ROOT / "cleanba" / "ppo.py"), "--", "--topology", "a0-l0-d2"], "use -d1"),
         ([str(ROOT / "cleanba" / "impala_atari.py"), "--peers"], "compare with ppo.py"),
         ([str(ROOT / "cleanba" / "ppo_continuous_action.py"), "--peers"], "--env-id HalfCheetah-v4: "),
+        ([str(ROOT / "cleanba" / "ppo_atari_lstm.py"), "--peers"], "no recurrent policy"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], said: str) -> None:
@@ -102,6 +103,23 @@ def test_a_peer_writes_nothing_where_the_user_is(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert peers.Peer("lazy", Path(sys.executable), {}).steps_per_second() == 7.5
     assert [path.name for path in tmp_path.iterdir()] == ["lazy.py"]
+
+
+def test_a_peer_that_fails_is_left_out_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {"able": "print(7.5)", "unable": "raise SystemExit('I know vectors only')"}
+    for name, program in programs.items():
+        (tmp_path / f"{name}.py").write_text(program)
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    others = [peers.Peer(name, Path(sys.executable), {}) for name in programs]
+    monkeypatch.setattr("cleanba.tools.bench.peers_for", lambda args: others)
+    out = tmp_path / "bench.json"
+    Bench(ROOT / "cleanba" / "ppo.py", tuple(WORK.split()), rounds=2, updates=1, peers=True, out=out).main()
+    report = json.loads(out.read_text())
+    assert list(report["times_peer"]) == ["able"]
+    assert report["steps_per_second"]["able"] == [7.5] * 3
+    assert "warning: unable cannot do this and is left out: I know vectors only\n" in capsys.readouterr().err
 
 
 def test_a_clock_takes_the_mean_over_threads_and_begins_anew() -> None:

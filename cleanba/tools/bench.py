@@ -24,13 +24,14 @@ import tyro
 from cleanba.core.actors import Actors, Collected, Collector
 from cleanba.core.args import parse
 from cleanba.core.evaluate import algorithm
+from cleanba.core.records import warn
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.seeding import Role, key
 from cleanba.core.shards import Learner, each_shard
 from cleanba.core.topology import to_device
 from cleanba.core.usage import read, usage_error
-from cleanba.tools.peers import Peer, peers_for
+from cleanba.tools.peers import Peer, PeerError, peers_for
 
 PARTS = ("environments", "acting", "learning", "training")
 WARM_UP = 3  # updates before anything is timed: the last programs are compiled in the second
@@ -177,6 +178,8 @@ class Bench:
                 usage_error(f"topology {first.layout}: one process is measured; use -d1")
             updates = WARM_UP + self.rounds * (self.updates + 2) + 1  # the last rollout is only collected
             args = parse(module.Args, [*arguments, "--total-timesteps", str(updates * first.steps_per_update)])
+            if self.peers and remembers(module, args):
+                usage_error("--peers have no recurrent policy: compare with ppo.py or ppo_atari.py --network nature")
             others = [peer for peer in peers_for(args) if peer.name not in self.without] if self.peers else []
             figures = self._measure(module, args, others)
         report = summarize(figures, self.updates * args.steps_per_update)
@@ -203,10 +206,27 @@ class Bench:
                 figures["training"].append(timed(partial(work.training, self.updates)))
                 figures["waits"].append(list(_last_lines(run.dir, self.updates)))
                 work.training(1, hold=True)
-                for peer in others:
-                    figures[peer.name].append(peer.steps_per_second())
+                for peer in others[:]:
+                    try:
+                        figures[peer.name].append(peer.steps_per_second())
+                    except PeerError as error:
+                        warn(f"{peer.name} cannot do this and is left out: {error}")
+                        others.remove(peer)
+                        del figures[peer.name]
             work.close()
         return figures
+
+
+def remembers(module: ModuleType, args: Any) -> bool:
+    """Whether the policy is recurrent."""
+
+    def acted(k: jax.Array) -> Any:
+        obs, B = args.env_spec.observation_space, args.envs_per_shard
+        row = jnp.zeros((B, *obs.shape), jax.dtypes.canonicalize_dtype(obs.dtype))
+        step = EnvStep(row, jnp.zeros(B), jnp.zeros(B, bool))
+        return module.act(module.init(k, args).params, step, (), k, args)
+
+    return bool(jax.tree.leaves(jax.eval_shape(acted, key(args.seed, Role.INIT)).carry))
 
 
 def timed(function: Callable[[], None]) -> tuple[float, float]:

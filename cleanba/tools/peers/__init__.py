@@ -19,6 +19,10 @@ CLEANRL = ("cleanrl==1.2.0", "gym==0.23.1", "gym-notices", "stable-baselines3==1
 HERE = Path(__file__).parent
 
 
+class PeerError(RuntimeError):
+    """A peer that could not do its work: what it said last, then all of it."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """One program that trains for some updates and prints its steps per second."""
@@ -35,7 +39,8 @@ class Peer:
             env = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(self.packages or "")}
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise PeerError(f"{last}\n{' '.join(command)}\n{done.stderr}")
         return float(done.stdout.split()[-1])
 
 
