@@ -44,7 +44,8 @@ class Vectors(nn.Module):
         super().__init__()
         self.policy, self.value = (
             nn.Sequential(
-                layer(nn.Linear(shape[0], 64)),
+                nn.Flatten(),
+                layer(nn.Linear(int(np.prod(shape)), 64)),
                 nn.Tanh(),
                 layer(nn.Linear(64, 64)),
                 nn.Tanh(),
