@@ -52,10 +52,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", nargs="+", default=[""])
     options = parser.parse_args()
-    target, call = (
-        ROOT / "benchmarks" / "results" / "scaling.md",
-        shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
-    )
+    target = ROOT / "benchmarks" / "results" / "scaling.md"
+    call = shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]])
     tables = {text.split(" | ")[0]: text for text in target.read_text().split("\n\n| ")[1:]} if target.exists() else {}
     for name in (name for name in WORK if any(text in name for text in options.work)):
         speeds: dict[str, list[float]] = {case: [] for case in CASES}
