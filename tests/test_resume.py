@@ -58,6 +58,23 @@ def test_a_run_that_is_ended_in_every_way_goes_on_as_if_nothing_had_happened(ref
     assert [s["topology"] for s in sessions] == ["a0-l0-d1", "a0-l1,2-d1", "a0,1-l1,2-d1", "a0-l0-d1", "a0-l0-d1"]
 
 
+def test_a_run_without_a_run_dir_says_which_one_goes_on(tmp_path: Path) -> None:
+    """Its name has the time in it: the same command alone would begin anew."""
+    endless = SMALL.replace("7680", "7680000")
+    words = [sys.executable, str(ROOT / "cleanba" / "ppo.py"), *endless.split(), "--checkpoint-every", "0"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("runs/*/metrics.jsonl")), process)
+            process.send_signal(signal.SIGTERM)
+            err = process.communicate()[1]
+        finally:
+            process.kill()
+    [run_dir] = tmp_path.glob("runs/*")
+    assert f"the same command with --run-dir {run_dir.relative_to(tmp_path)} goes on after update" in err
+
+
 # Sends itself a signal at a bad moment: a checkpoint has got its name, but the run does not know it yet; or the other
 # way round, the run takes it for begun.
 SIGNALLED = """

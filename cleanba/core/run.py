@@ -485,7 +485,8 @@ class Run:
             signal.signal(signum, handler)
         status = getattr(error, "status", 130 if isinstance(error, KeyboardInterrupt) else 1) if error else 0
         if isinstance(error, KeyboardInterrupt) and self._is_main:
-            rest = f"the same command goes on after update {self._saved}" if self._saved else "nothing was saved yet"
+            command = "the same command" + ("" if self.args.run_dir else f" with --run-dir {self.dir}")
+            rest = f"{command} goes on after update {self._saved}" if self._saved else "nothing was saved yet"
             name = "interrupted" if status == 130 else f"ended by {error}"
             print(f"{name} after step {self.global_step:,}; files in {self.dir}; {rest}", file=sys.stderr)
         busy = any(thread.name.startswith("cleanba-") for thread in threading.enumerate())
