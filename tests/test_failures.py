@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cleanba.core.run import Run, hold
+from cleanba.ppo import Args
+
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
 LONG = "--total-timesteps 100000000"
@@ -101,3 +104,17 @@ def test_a_run_directory_belongs_to_one_experiment(tmp_path: Path) -> None:
     assert same.returncode == 0
     assert "finished" in out
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_directory_is_one_runs_while_it_lasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = Args(total_timesteps=4096, run_dir=str(tmp_path)).check()
+    before = signal.getsignal(signal.SIGTERM)
+    with Run(args):
+        of_the_run = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit, match="2"):
+            Run(args).__enter__()
+        assert "is in use by a run that has not ended" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGTERM) is of_the_run is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    with hold(tmp_path, "run"):
+        pass

@@ -17,11 +17,12 @@ from sessions import ENV, OFTEN, ROOT, SMALL, STARTED, assert_same, checkpoints,
 from test_launch import directives, fake, run_job
 
 from cleanba.core import args, envs
+from cleanba.core.run import hold
 from cleanba.ppo import Args
 from cleanba.tools import grid
 from cleanba.tools.benchmark import table
 from cleanba.tools.cli import main
-from cleanba.tools.grid import ENV_SETS, Job, Share, Workers, hold, markdown, ranges, share_out
+from cleanba.tools.grid import ENV_SETS, Job, Share, Workers, markdown, ranges, share_out
 from cleanba.tools.tune import Tune, parse_search, part_returns
 
 STUB = '''"""Stands in for a training. STUB_FAIL and STUB_WAIT name runs, ENV/SEED, that fail or wait for a signal."""
@@ -214,7 +215,7 @@ class TestBenchmark:
         assert "learning_rate None -> 0.1" in capsys.readouterr().err
 
     def test_a_folder_in_use_is_left_alone(self, work, capsys):
-        with hold(work / "out"):
+        with hold(work / "out", "grid"):
             assert benchmark("--env-ids", CARTPOLE) == 2
         assert "is in use by a grid" in capsys.readouterr().err
         assert started(work / "out") == {}

@@ -85,7 +85,7 @@ class Run:
         self._latest: Snapshot | None = None
         # The updates of the last complete checkpoint, of the one being written, and of the last that was tried.
         self._saved = self._pending = self._tried = 0
-        self._handlers: dict[int, Any] = {}
+        self._held = contextlib.ExitStack()  # the signals and the directory, while the run lasts
         self._last_checkpoint = time.monotonic()
         self._signal, self._signal_time, self._is_breakable = 0, 0.0, True
         self._returns: deque[float] = deque(maxlen=WINDOW)
@@ -106,6 +106,7 @@ class Run:
             self._begin()
         except BaseException as error:
             self._end_early(self.peers.cause(error))
+            self._held.close()
             raise
         if self._is_main:  # the others have nothing to close
             self.peers.lost = self.lockstep.fail
@@ -131,7 +132,7 @@ class Run:
         config = self._check_dir() if self._is_main else {}
         self.checkpoints = Checkpoints(self.dir, self.args, self.place.process)
         if self._is_main:
-            self._take_dir()
+            self._held.enter_context(hold(self.dir, "run"))
         self.done = int(self.args.layout.gather(np.int32(self.checkpoints.newest() if self._is_main else 0))[0])
         if self.done:
             self._restore()
@@ -159,7 +160,8 @@ class Run:
                     raise Interrupted(signum)
 
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+            for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self._held.callback(signal.signal, s, signal.signal(s, handle))
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -173,17 +175,6 @@ class Run:
     def hold_signals(self) -> None:
         """From now on until the update is logged, a signal waits."""
         self._is_breakable = False
-
-    def _take_dir(self) -> None:
-        """Make the directory, and keep a second run out of it for as long as this process lives."""
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.dir / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            usage_error(f"--run-dir {self.dir} is in use by a run that has not ended; wait for it, or name another one")
-        except OSError as error:
-            usage_error(f"--run-dir {self.dir} cannot be written: {error.strerror}")
 
     def _restore(self) -> None:
         shards = self.args.layout.shards_of(self.place.process, self.args.num_shards)
@@ -481,8 +472,6 @@ class Run:
             self._save_now()
         if self._is_main:
             self._records.close(failed=error is not None)
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
         status = getattr(error, "status", 130 if isinstance(error, KeyboardInterrupt) else 1) if error else 0
         if isinstance(error, KeyboardInterrupt) and self._is_main:
             command = "the same command" + ("" if self.args.run_dir else f" with --run-dir {self.dir}")
@@ -497,6 +486,7 @@ class Run:
             self.peers.end(status, why)
             _leave(status)  # at once: a compiled call cannot be broken off, and JAX would wait for lost processes
         self.peers.end(0)
+        self._held.close()
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(status) from error
 
@@ -505,6 +495,24 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def hold(folder: Path, by: str) -> Iterator[None]:
+    """Make the folder, and keep a second `by` out of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        usage_error(f"--run-dir {folder} cannot be written: {error.strerror}")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            usage_error(f"--run-dir {folder} is in use by a {by} that has not ended; wait for it, or name another one")
+        except OSError as error:
+            usage_error(f"--run-dir {folder} cannot be locked: {error.strerror}")
+        yield
 
 
 def differences(config: dict[str, Any], args: CoreArgs, algorithm: str) -> list[str]:

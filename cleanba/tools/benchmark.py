@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from cleanba.core.records import write_json
+from cleanba.core.run import hold
 from cleanba.core.usage import usage_error
-from cleanba.tools.grid import Ended, Grid, Job, Workers, find_script, hold, markdown, ranges, show_failures
+from cleanba.tools.grid import Ended, Grid, Job, Workers, find_script, markdown, ranges, show_failures
 from cleanba.tools.launch import SBATCH, check_plain, directives
 
 # What a template of CleanRL's `cleanrl_utils.benchmark` says, with what `cleanba launch` adds for preempted jobs.
@@ -186,7 +187,7 @@ class Benchmark(Grid):
 
     def _run(self, folder: Path, jobs: Sequence[Job], shares: Sequence[Any]) -> int:
         failures: list[Ended] = []
-        with hold(folder), Workers(shares) as workers:
+        with hold(folder, "grid"), Workers(shares) as workers:
             for ended in workers.run([job for job in jobs if job.result is None]):
                 self._write(folder, jobs)
                 how = "finished" if not ended.failed else "stopped" if workers.signal else "FAILED"

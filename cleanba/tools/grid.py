@@ -5,7 +5,6 @@ on: the same command with the same run directory does either.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -140,22 +139,6 @@ def share_out(workers: int, gpus_each: int) -> list[Share]:
         )
         for i in range(workers)
     ]
-
-
-@contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep a second grid out of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        usage_error(f"--run-dir {folder} cannot be written: {error.strerror}")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            usage_error(f"--run-dir {folder} is in use by a grid that has not ended; wait for it, or name another one")
-        yield
 
 
 class Signals:

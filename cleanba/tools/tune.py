@@ -16,9 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from cleanba.core.records import write_json
+from cleanba.core.run import hold
 from cleanba.core.usage import read, usage_error
 from cleanba.tools.fork import flags
-from cleanba.tools.grid import Ended, Grid, Job, Workers, hold, markdown, show_failures
+from cleanba.tools.grid import Ended, Grid, Job, Workers, markdown, show_failures
 from cleanba.tools.runs import read_records
 
 AGGREGATIONS: dict[str, Callable[..., Any]] = {"average": np.mean, "median": np.median, "max": np.max, "min": np.min}
@@ -224,7 +225,7 @@ class Tune(Grid):
             print("\n".join(f"--{name.replace('_', '-')}: {x}" for name, x in distributions.items()))
             print("\n".join(f"worker {i}: {share}" for i, share in enumerate(shares)))
             return 0
-        with hold(folder):
+        with hold(folder, "grid"):
             study = self._study(folder)
             with Workers(shares) as workers:
                 search = Search(self, study, first, folder, distributions, workers)
