@@ -16,7 +16,7 @@ import optax
 
 from cleanba.core.actors import Actors
 from cleanba.core.args import parse
-from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, sample
+from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, step_keys
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.shards import Learner, State, each_shard, total
@@ -127,8 +127,7 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
     """Remember the rollouts, then learn from what is remembered."""
     replay = add(state.memory, rollouts, args)
 
-    def step(state: State, time: jax.Array) -> tuple[State, dict]:
-        batch = sample(replay, jax.vmap(partial(jax.random.fold_in, data=time))(keys), args)
+    def step(state: State, time: jax.Array, batch: Transitions) -> tuple[State, dict]:
         params, target = state.params["network"], state.opt_state["target"]
         gradient = jax.grad(partial(loss, args=args), has_aux=True)
         grads, metrics = total(each_shard(partial(gradient, params, target), batch))
@@ -138,7 +137,8 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
         target = optax.incremental_update(params, target, renews * args.tau)
         return State(state.params | {"network": params}, {"adam": adam, "target": target}), metrics
 
-    state, metrics = gradient_steps(step, state._replace(memory=()), replay, args)
+    keys = step_keys(replay, keys, args)
+    state, metrics = gradient_steps(step, state._replace(memory=()), replay, keys, args)
     state.params["epsilon"] = epsilon(replay.written[0] * args.num_envs, args)
     metrics["charts/epsilon"] = state.params["epsilon"]
     return state._replace(memory=replay), metrics

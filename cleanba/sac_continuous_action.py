@@ -17,7 +17,7 @@ import optax
 
 from cleanba.core.actors import Actors
 from cleanba.core.args import parse
-from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, sample
+from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, step_keys
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.shards import Learner, State, each_shard, total
@@ -194,15 +194,15 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
     replay = add(state.memory, rollouts, args)
     target_entropy = -float(math.prod(args.env_spec.action_bounds[0].shape))
 
-    def step(state: State, time: jax.Array) -> tuple[State, dict]:
+    def step(
+        state: State, time: jax.Array, batch: Transitions, target_keys: jax.Array, policy_keys: jax.Array
+    ) -> tuple[State, dict]:
         params, adam, target = state.params, state.opt_state["adam"], state.opt_state["target"]
-        drawn = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, time), 3))(keys)
-        batch = sample(replay, drawn[:, 0], args)
         gradient = partial(jax.grad(partial(loss, args=args), has_aux=True), params["critic"], params, target)
-        grads, metrics = total(each_shard(gradient, batch, drawn[:, 1]))
+        grads, metrics = total(each_shard(gradient, batch, target_keys))
         params, adam = apply(params, adam, "critic", grads, args)
         gradient = partial(jax.grad(partial(actor_loss, args=args), has_aux=True), params["actor"], params)
-        grads, policy_metrics = total(each_shard(gradient, batch, drawn[:, 2]))
+        grads, policy_metrics = total(each_shard(gradient, batch, policy_keys))
         params, adam = apply(params, adam, "actor", grads, args)
         surplus = policy_metrics["losses/entropy"] - target_entropy
         grads = args.autotune * jnp.exp(params["log_alpha"]) * surplus
@@ -211,7 +211,9 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
         metrics |= policy_metrics | {"losses/alpha": jnp.exp(params["log_alpha"])}
         return State(params, {"adam": adam, "target": target}), metrics
 
-    state, metrics = gradient_steps(step, state._replace(memory=()), replay, args)
+    drawn = jax.vmap(jax.vmap(partial(jax.random.split, num=3)))(step_keys(replay, keys, args))  # [G, S / L, 3]
+    keys, *others = jnp.moveaxis(drawn, -1, 0)
+    state, metrics = gradient_steps(step, state._replace(memory=()), replay, keys, args, *others)
     state.params["is_random"] = jnp.float32(replay.written[0] * args.num_envs <= args.learning_starts)
     return state._replace(memory=replay), metrics
 

@@ -17,7 +17,7 @@ import optax
 
 from cleanba.core.actors import Actors
 from cleanba.core.args import parse
-from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, sample
+from cleanba.core.replay import ReplayArgs, Transitions, add, empty, gradient_steps, step_keys
 from cleanba.core.rollout import Acted, EnvStep, Rollout
 from cleanba.core.run import Run
 from cleanba.core.shards import Learner, State, each_shard, total
@@ -174,12 +174,10 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
     """Remember the rollouts, then learn from what is remembered."""
     replay = add(state.memory, rollouts, args)
 
-    def step(state: State, time: jax.Array) -> tuple[State, dict]:
+    def step(state: State, time: jax.Array, batch: Transitions, noise_keys: jax.Array) -> tuple[State, dict]:
         params, adam, target = state.params, state.opt_state["adam"], state.opt_state["target"]
-        drawn = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, time)))(keys)
-        batch = sample(replay, drawn[:, 0], args)
         gradient = partial(jax.grad(partial(loss, args=args), has_aux=True), params["critic"], target)
-        grads, metrics = total(each_shard(gradient, batch, drawn[:, 1]))
+        grads, metrics = total(each_shard(gradient, batch, noise_keys))
         params, adam = apply(params, adam, "critic", grads, args)
 
         def policy(learned: tuple) -> tuple[tuple, jax.Array]:
@@ -196,7 +194,9 @@ def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tupl
         metrics["losses/actor_loss"] = (value, is_due)
         return State(params, {"adam": adam, "target": target}), metrics
 
-    state, metrics = gradient_steps(step, state._replace(memory=()), replay, args)
+    drawn = jax.vmap(jax.vmap(jax.random.split))(step_keys(replay, keys, args))  # [G, S / L, 2]
+    keys, *others = jnp.moveaxis(drawn, -1, 0)
+    state, metrics = gradient_steps(step, state._replace(memory=()), replay, keys, args, *others)
     state.params["is_random"] = jnp.float32(replay.written[0] * args.num_envs <= args.learning_starts)
     return state._replace(memory=replay), metrics
 

@@ -1,5 +1,6 @@
 """The replay memory against a list of everything that happened, on made-up and on real environments."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from synthetic import random_rollout
 from cleanba import c51, dqn, dqn_atari
 from cleanba.core import envs
 from cleanba.core.actors import Collector
-from cleanba.core.replay import Replay, add, empty, gradient_steps, sample
+from cleanba.core.replay import Replay, Transitions, add, draw, empty, gradient_steps, step_keys, take
 from cleanba.core.rollout import Acted, Rollout
 from cleanba.core.seeding import Role
 from cleanba.core.topology import Topology
@@ -30,9 +31,13 @@ def remembered(args: Any, rollouts: list[list[Rollout]]) -> Replay:
     return memory
 
 
+def sampled(memory: Replay, keys: jax.Array, args: Any) -> Transitions:
+    return take(memory, draw(memory, keys, args), args)
+
+
 def draws(args: Any, memory: Replay, number: int = 8) -> list[Any]:
     keys = jax.vmap(lambda i: jax.random.split(jax.random.key(i), args.num_shards))(jnp.arange(number))
-    return [jax.device_get(jax.jit(sample, static_argnums=2)(memory, own, args)) for own in keys]
+    return [jax.device_get(jax.jit(sampled, static_argnums=2)(memory, own, args)) for own in keys]
 
 
 def steps_of(rollouts: list[list[Rollout]], shard: int, last: int) -> list[tuple]:
@@ -135,15 +140,35 @@ def test_gradient_steps_wait_for_learning_to_start() -> None:
     args = dqn.Args(**(SIZES | dict(learning_starts=48)))
     rollouts = consistent(np.random.default_rng(0), args, 3)
 
-    def step(state: jax.Array, time: jax.Array) -> tuple[jax.Array, dict]:
+    def step(state: jax.Array, time: jax.Array, batch: Transitions) -> tuple[jax.Array, dict]:
         return state + 1, {"time": time, "even": (time, time % 16 == 0)}
 
     for number, taken in ((2, 0), (3, 3)):
-        state, metrics = gradient_steps(step, jnp.int32(0), remembered(args, rollouts[:number]), args)
+        memory = remembered(args, rollouts[:number])
+        keys = step_keys(memory, jax.random.split(jax.random.key(0), args.num_shards), args)
+        state, metrics = gradient_steps(step, jnp.int32(0), memory, keys, args)
         assert state == taken
         assert np.all(metrics["time"][1]) == (taken > 0)
     assert metrics["time"][0].tolist() == [56, 64, 72]
     assert metrics["even"][1].tolist() == [False, True, False]
+
+
+def test_every_gradient_step_has_a_minibatch_of_its_own_by_its_key() -> None:
+    args = dqn.Args(**(SIZES | dict(learning_starts=0)))
+    memory = remembered(args, consistent(np.random.default_rng(0), args, 3))
+    keys = jax.random.split(jax.random.key(0), args.num_shards)
+
+    def step(state: tuple, time: jax.Array, batch: Transitions, other: jax.Array) -> tuple[tuple, dict]:
+        return state, {"batch": batch.obs, "other": other}
+
+    others = jnp.arange(args.gradient_steps)
+    _, metrics = gradient_steps(step, (), memory, step_keys(memory, keys, args), args, others)
+    given = metrics["batch"][0]
+    for i, time in enumerate([56, 64, 72]):
+        own = jax.vmap(partial(jax.random.fold_in, data=time))(keys)
+        assert np.array_equal(given[i], sampled(memory, own, args).obs)
+    assert not np.array_equal(given[0], given[1])
+    assert metrics["other"][0].tolist() == others.tolist()
 
 
 @pytest.mark.parametrize(

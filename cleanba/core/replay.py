@@ -165,36 +165,30 @@ def add(replay: Replay, rollouts: Rollout, args: Any) -> Replay:
     return Replay._make([*rings, replay.written + args.num_steps])
 
 
-def sample(replay: Replay, keys: jax.Array, args: Any) -> Transitions:
-    """A minibatch, evenly from every shard: steps drawn with replacement, each as likely as any other."""
-    C, written = args.rows, replay.written[0]
-    N, B = args.batch_size // args.num_shards, args.envs_per_shard
-    # What followed the newest row is written over the oldest one; below that, frames of a stack would be missing.
-    kept = jnp.minimum(written, C - args.frames)
-
-    def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        age_key, env_key = jax.random.split(key)
-        rows = (written - 1 - jax.random.randint(age_key, (TRIES, N), 0, kept)) % C
-        envs = jax.random.randint(env_key, (TRIES, N), 0, B)
-        chosen = jnp.argmax(valid[rows, envs], axis=0)[None]
-        return jnp.take_along_axis(rows, chosen, axis=0)[0], jnp.take_along_axis(envs, chosen, axis=0)[0]
-
-    row, env = jax.vmap(draw)(keys, replay.valid)  # [S / L, N]
-    take = jax.vmap(lambda ring, row, env: ring[row, env])
-    action, reward, terminated, valid = (take(ring, row, env) for ring in replay[2:-1])
-    obs, next_obs = (_observed(replay, at, env, args) for at in (row, row + 1))
-    return Transitions(obs, action, reward, terminated, next_obs, valid.astype(jnp.float32))
+def step_keys(replay: Replay, keys: jax.Array, args: Any) -> jax.Array:
+    """A key for each gradient step of an update and each shard, [G, S / L]."""
+    return jax.vmap(lambda time: jax.vmap(lambda key: jax.random.fold_in(key, time))(keys))(_times(replay, args))
 
 
-def gradient_steps(step: Callable[..., tuple], state: Any, replay: Replay, args: Any) -> tuple[Any, dict[str, Any]]:
-    """`step(state, time)` for each gradient step of an update, at the number of environment steps that it belongs to;
-    none of them before learning starts, and then none of their metrics counts."""
-    now = replay.written[0] * args.num_envs
-    times = now - args.steps_per_update + args.train_frequency * jnp.arange(1, args.gradient_steps + 1)
-    learns = now > args.learning_starts
+def gradient_steps(
+    step: Callable[..., tuple], state: Any, replay: Replay, keys: jax.Array, args: Any, *others: Any
+) -> tuple[Any, dict[str, Any]]:
+    """`step(state, time, batch, *others)` for each gradient step of an update: at the number of environment steps that
+    it belongs to, with a minibatch drawn by its `keys`, [G, S / L], and its own of `others`, [G, ...].
+
+    None of them before learning starts, and then none of their metrics counts. The places of all minibatches are drawn
+    at once, because random numbers cost the CPU by the call; their contents, which may be large, are taken one
+    minibatch at a time.
+    """
+    learns = replay.written[0] * args.num_envs > args.learning_starts
+
+    def one_step(state: Any, now: tuple) -> tuple[Any, dict]:
+        time, places, others = now
+        return step(state, time, take(replay, places, args), *others)
 
     def all_steps(state: Any) -> tuple[Any, dict]:
-        return jax.lax.scan(step, state, times)
+        places = jax.vmap(lambda keys: draw(replay, keys, args))(keys)
+        return jax.lax.scan(one_step, state, (_times(replay, args), places, others))
 
     def none(state: Any) -> tuple[Any, dict]:
         return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(all_steps, state)[1])
@@ -203,14 +197,49 @@ def gradient_steps(step: Callable[..., tuple], state: Any, replay: Replay, args:
     return state, {name: (x[0], x[1] & learns) if isinstance(x, tuple) else (x, learns) for name, x in metrics.items()}
 
 
+def _times(replay: Replay, args: Any) -> jax.Array:
+    """The number of environment steps that each gradient step of an update belongs to, [G]."""
+    before = replay.written[0] * args.num_envs - args.steps_per_update
+    return before + args.train_frequency * jnp.arange(1, args.gradient_steps + 1)
+
+
+def draw(replay: Replay, keys: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:
+    """Rows and environments of a minibatch, [S / L, N], evenly from every shard: steps drawn with replacement, each as
+    likely as any other."""
+    C, written = args.rows, replay.written[0]
+    N, B = args.batch_size // args.num_shards, args.envs_per_shard
+    # What followed the newest row is written over the oldest one; below that, frames of a stack would be missing.
+    kept = jnp.minimum(written, C - args.frames)
+
+    def of_shard(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        age_key, env_key = jax.random.split(key)
+        rows = (written - 1 - jax.random.randint(age_key, (TRIES, N), 0, kept)) % C
+        envs = jax.random.randint(env_key, (TRIES, N), 0, B)
+        chosen = jnp.argmax(valid[rows, envs], axis=0)[None]
+        return jnp.take_along_axis(rows, chosen, axis=0)[0], jnp.take_along_axis(envs, chosen, axis=0)[0]
+
+    return jax.vmap(of_shard)(keys, replay.valid)
+
+
+def take(replay: Replay, places: tuple[jax.Array, jax.Array], args: Any) -> Transitions:
+    """The steps at these rows and environments."""
+    row, env = places
+    action, reward, terminated, valid = (_at(ring, row, env) for ring in replay[2:-1])
+    obs, next_obs = (_observed(replay, at, env, args) for at in (row, row + 1))
+    return Transitions(obs, action, reward, terminated, next_obs, valid.astype(jnp.float32))
+
+
 def _observed(replay: Replay, row: jax.Array, env: jax.Array, args: Any) -> jax.Array:
     """What was seen at these rows, [S / L, N, ...], with the frames before it where it is a stack."""
-    take = jax.vmap(lambda ring, row, env: ring[row, env])
     if args.frames == 1:
-        return take(replay.obs, row, env)
-    frames = [take(replay.obs, row, env)]
+        return _at(replay.obs, row, env)
+    frames = [_at(replay.obs, row, env)]
     for _ in range(args.frames - 1):
         before = jnp.where(row > 0, row - 1, args.rows - 1)
-        row = jnp.where(take(replay.begins, row, env), row, before)
-        frames.append(take(replay.obs, row, env))
+        row = jnp.where(_at(replay.begins, row, env), row, before)
+        frames.append(_at(replay.obs, row, env))
     return jnp.stack(frames[::-1], axis=2)
+
+
+def _at(ring: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:
+    return jax.vmap(lambda ring, row, env: ring[row, env])(ring, row, env)
