@@ -5,6 +5,7 @@ Run:       python cleanba/c51.py --env-id CartPole-v1
 Read next: c51_atari.py (pixels), core/replay.py (the memory)
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -82,8 +83,17 @@ class Agent(nn.Module):
         """Logits [B, A, atoms] of observations [B, ...]."""
         x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
         for width in (120, 84):
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(self.num_actions * self.n_atoms)(x).reshape(-1, self.num_actions, self.n_atoms)
+            x = nn.relu(dense(x, width))
+        return dense(x, self.num_actions * self.n_atoms).reshape(-1, self.num_actions, self.n_atoms)
+
+
+def dense(x: jax.Array, width: int) -> jax.Array:
+    """A layer that begins as PyTorch's do: weights and biases uniformly within 1 / sqrt(inputs) of 0."""
+
+    def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -1, 1) / math.sqrt(x.shape[-1])
+
+    return nn.Dense(width, kernel_init=uniform, bias_init=uniform)(x)
 
 
 def network(args: Args) -> Agent:
@@ -145,9 +155,7 @@ def loss(params: Any, target: Any, batch: Transitions, args: Args) -> tuple[jax.
     """One shard's part of a minibatch's loss: sums, which add up to means over all shards."""
     logits = jnp.take_along_axis(network(args).apply(params, batch.obs), batch.action[:, None, None], axis=1)[:, 0]
     weight = batch.weight / args.batch_size
-    # Beyond these borders there is no gradient: a distribution does not go on to sharpen towards certainty.
-    probs = jnp.clip(jax.nn.softmax(logits), 1e-5, 1 - 1e-5)
-    cross_entropy = -jnp.sum(targets(target, batch, args) * jnp.log(probs), axis=-1)
+    cross_entropy = -jnp.sum(targets(target, batch, args) * jax.nn.log_softmax(logits), axis=-1)
     td_loss = jnp.sum(weight * cross_entropy)
     return td_loss, {"losses/loss": td_loss, "losses/q_values": jnp.sum(weight * values(logits, args))}
 

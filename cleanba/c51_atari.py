@@ -164,7 +164,6 @@ def targets(target: Any, batch: Transitions, args: Args) -> jax.Array:
     return project(batch.reward[:, None] + args.gamma * ~batch.terminated[:, None] * atoms(args), probs, args)
 
 
-# same as c51.py
 def loss(params: Any, target: Any, batch: Transitions, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of a minibatch's loss: sums, which add up to means over all shards."""
     logits = jnp.take_along_axis(network(args).apply(params, batch.obs), batch.action[:, None, None], axis=1)[:, 0]

@@ -17,6 +17,7 @@ from synthetic import bits, learn_from_the_start, random_rollout
 
 from cleanba import (
     c51,
+    c51_atari,
     ddpg_continuous_action,
     dqn,
     ppo_atari_lstm,
@@ -159,8 +160,10 @@ def test_the_loss_of_dqn() -> None:
     assert dqn.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.parametrize(("module", "border"), [(c51, 0.0), (c51_atari, 1e-5)], ids=["c51", "c51_atari"])
 @pytest.mark.parametrize("sharpness", [1, 100])
-def test_the_loss_of_c51(sharpness: int) -> None:
+def test_the_loss_of_c51(sharpness: int, module: ModuleType, border: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c51_atari, "network", c51.network)  # small observations
     sizes = REPLAY | dict(n_atoms=11, v_min=-5.0, v_max=5.0)
     args = c51.Args(**sizes)
     params, target = (jax.device_get(first_state(c51, c51.Args(**sizes, seed=s)).params["network"]) for s in (1, 2))
@@ -171,7 +174,7 @@ def test_the_loss_of_c51(sharpness: int) -> None:
         logits = dense(params, obs).reshape(2, 11)
         return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
-    wanted, is_clipped = 0.0, False
+    wanted, is_sharp = 0.0, False
     for i in range(4):
         probs = distribution(target, batch.next_obs[i])
         best = probs[np.argmax(probs @ np.arange(-5, 6))]
@@ -183,11 +186,11 @@ def test_the_loss_of_c51(sharpness: int) -> None:
             if place > low:
                 projected[low + 1] += p * (place - low)
         predicted = distribution(params, batch.obs[i])[batch.action[i]]
-        is_clipped |= predicted.min() < 1e-5
-        cross_entropy = -projected @ np.log(np.clip(predicted, 1e-5, 1 - 1e-5))
+        is_sharp |= predicted.min() < 1e-5
+        cross_entropy = -projected @ np.log(np.clip(predicted, border, 1 - border))
         wanted += batch.weight[i] * cross_entropy / args.batch_size
-    assert is_clipped == (sharpness > 1)
-    assert c51.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
+    assert is_sharp == (sharpness > 1)
+    assert module.loss(params, target, batch, args)[0] == pytest.approx(wanted, rel=1e-4)
 
 
 def continuous(module: ModuleType) -> tuple[Any, dict, dict, Any]:
