@@ -164,13 +164,12 @@ def targets(target: Any, batch: Transitions, args: Args) -> jax.Array:
     return project(batch.reward[:, None] + args.gamma * ~batch.terminated[:, None] * atoms(args), probs, args)
 
 
+# same as c51.py
 def loss(params: Any, target: Any, batch: Transitions, args: Args) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of a minibatch's loss: sums, which add up to means over all shards."""
     logits = jnp.take_along_axis(network(args).apply(params, batch.obs), batch.action[:, None, None], axis=1)[:, 0]
     weight = batch.weight / args.batch_size
-    # Beyond these borders there is no gradient: a distribution does not go on to sharpen towards certainty.
-    probs = jnp.clip(jax.nn.softmax(logits), 1e-5, 1 - 1e-5)
-    cross_entropy = -jnp.sum(targets(target, batch, args) * jnp.log(probs), axis=-1)
+    cross_entropy = -jnp.sum(targets(target, batch, args) * jax.nn.log_softmax(logits), axis=-1)
     td_loss = jnp.sum(weight * cross_entropy)
     return td_loss, {"losses/loss": td_loss, "losses/q_values": jnp.sum(weight * values(logits, args))}
 
