@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ATARI = "--env-id Breakout-v5 --num-envs 16 --num-steps 8 --total-timesteps 512 --num-minibatches 2 --seed 3"
+HOPPER = "--env-id Hopper-v4 --num-envs 16 --num-steps 64 --total-timesteps 8192 --seed 3"
 REPLAY = "--num-envs 8 --num-steps 8 --num-shards 8 --learning-starts 256 --total-timesteps 1024 --seed 3"
 SMALL = f"{REPLAY} --buffer-size 512 --batch-size 64 --train-frequency 8"
 EXPERIMENTS = [
@@ -24,7 +25,8 @@ EXPERIMENTS = [
     "ppo.py --env-id MountainCar-v0 --engine gymnasium --seed 3 --num-envs 16 --total-timesteps 4096",
     f"ppo_atari.py --network nature {ATARI}",
     f"impala_atari.py {ATARI}",
-    "ppo_continuous_action.py --env-id Hopper-v4 --num-envs 16 --num-steps 64 --total-timesteps 8192 --seed 3",
+    f"ppo_continuous_action.py {HOPPER}",
+    f"ppo_continuous_action.py {HOPPER} --concurrency",
     "ppo_atari_lstm.py --network mlp --observe 0 2 --env-id CartPole-v1 --num-envs 32 --total-timesteps 16384 --seed 3",
     f"dqn.py --env-id CartPole-v1 {SMALL}",
     f"c51.py --env-id CartPole-v1 {SMALL}",

@@ -39,6 +39,8 @@ class Args(CoreArgs):
     """steps of each environment in a rollout"""
     num_shards: int = 4
     """parts that environments and gradients are computed in; the largest number of learners"""
+    concurrency: bool = False
+    """collect rollout n with version n-1 while update n-1 runs; without: wait for version n, which learns more here"""
     learning_rate: float = 3e-4
     """step size of Adam"""
     anneal_lr: bool = True
