@@ -91,8 +91,8 @@ class Critic(nn.Module):
     """The value of an action, twice."""
 
     @nn.compact
-    def __call__(self, obs: jax.Array, action: jax.Array) -> jax.Array:
-        """Values [2, B] of actions from -1 to 1, [B, ...]."""
+    def __call__(self, obs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two values [B] of each action from -1 to 1, [B, ...]."""
         inputs = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (obs, action)], axis=-1)
 
         def mlp() -> jax.Array:
@@ -101,7 +101,7 @@ class Critic(nn.Module):
                 x = nn.relu(nn.Dense(256)(x))
             return nn.Dense(1)(x)[:, 0]
 
-        return jnp.stack([mlp(), mlp()])
+        return mlp(), mlp()
 
 
 # same as td3_continuous_action.py
@@ -163,7 +163,7 @@ def targets(params: Any, target: Any, batch: Transitions, key: jax.Array, args: 
     """What each action turned out to be worth, [N], by the lesser critic and with what chance is worth: a terminated
     step bootstraps from nothing."""
     action, log_prob = draw(params["actor"], batch.next_obs, key, args)
-    following = jnp.min(network(args)[1].apply(target, batch.next_obs, action), axis=0)
+    following = jnp.minimum(*network(args)[1].apply(target, batch.next_obs, action))
     following -= jnp.exp(params["log_alpha"]) * log_prob
     return batch.reward + args.gamma * ~batch.terminated * following
 
@@ -172,7 +172,7 @@ def loss(
     critic: Any, params: Any, target: Any, batch: Transitions, key: jax.Array, args: Args
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of the critics' loss: sums, which add up to means over all shards."""
-    values = network(args)[1].apply(critic, batch.obs, unscaled(batch.action, args))  # [2, N]
+    values = jnp.stack(network(args)[1].apply(critic, batch.obs, unscaled(batch.action, args)))  # [2, N]
     weight = batch.weight / args.batch_size
     qf_loss = jnp.sum(weight * (values - targets(params, target, batch, key, args)) ** 2)
     return qf_loss, {"losses/qf_loss": qf_loss / 2, "losses/qf_values": jnp.sum(weight * values) / 2}
@@ -183,7 +183,7 @@ def actor_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of the policy's loss: what its actions are worth, by the lesser critic, and their chance."""
     action, log_prob = draw(actor, batch.obs, key, args)
-    values = jnp.min(network(args)[1].apply(params["critic"], batch.obs, action), axis=0)
+    values = jnp.minimum(*network(args)[1].apply(params["critic"], batch.obs, action))
     weight = batch.weight / args.batch_size
     value = jnp.sum(weight * (jnp.exp(params["log_alpha"]) * log_prob - values))
     return value, {"losses/actor_loss": value, "losses/entropy": -jnp.sum(weight * log_prob)}

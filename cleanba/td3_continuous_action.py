@@ -89,8 +89,8 @@ class Critic(nn.Module):
     """The value of an action, twice."""
 
     @nn.compact
-    def __call__(self, obs: jax.Array, action: jax.Array) -> jax.Array:
-        """Values [2, B] of actions from -1 to 1, [B, ...]."""
+    def __call__(self, obs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two values [B] of each action from -1 to 1, [B, ...]."""
         inputs = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (obs, action)], axis=-1)
 
         def mlp() -> jax.Array:
@@ -99,7 +99,7 @@ class Critic(nn.Module):
                 x = nn.relu(nn.Dense(256)(x))
             return nn.Dense(1)(x)[:, 0]
 
-        return jnp.stack([mlp(), mlp()])
+        return mlp(), mlp()
 
 
 def network(args: Args) -> tuple[Actor, Critic]:
@@ -149,7 +149,7 @@ def targets(target: Any, batch: Transitions, key: jax.Array, args: Args) -> jax.
     action = actor.apply(target["actor"], batch.next_obs)
     noise = args.policy_noise * jax.random.normal(key, action.shape)
     action = jnp.clip(action + jnp.clip(noise, -args.noise_clip, args.noise_clip), -1, 1)
-    following = jnp.min(critic.apply(target["critic"], batch.next_obs, action), axis=0)
+    following = jnp.minimum(*critic.apply(target["critic"], batch.next_obs, action))
     return batch.reward + args.gamma * ~batch.terminated * following
 
 
@@ -157,7 +157,7 @@ def loss(
     params: Any, target: Any, batch: Transitions, key: jax.Array, args: Args
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One shard's part of the critics' loss: sums, which add up to means over all shards."""
-    values = network(args)[1].apply(params, batch.obs, unscaled(batch.action, args))  # [2, N]
+    values = jnp.stack(network(args)[1].apply(params, batch.obs, unscaled(batch.action, args)))  # [2, N]
     weight = batch.weight / args.batch_size
     qf_loss = jnp.sum(weight * (values - targets(target, batch, key, args)) ** 2)
     return qf_loss, {"losses/qf_loss": qf_loss / 2, "losses/qf_values": jnp.sum(weight * values) / 2}
@@ -166,8 +166,8 @@ def loss(
 def actor_loss(params: Any, critic_params: Any, batch: Transitions, args: Args) -> jax.Array:
     """One shard's part of the policy's loss: what its actions are worth, by the first critic."""
     actor, critic = network(args)
-    values = critic.apply(critic_params, batch.obs, actor.apply(params, batch.obs))
-    return -jnp.sum(batch.weight / args.batch_size * values[0])
+    value, _ = critic.apply(critic_params, batch.obs, actor.apply(params, batch.obs))
+    return -jnp.sum(batch.weight / args.batch_size * value)
 
 
 def update(state: State, rollouts: Rollout, keys: jax.Array, args: Args) -> tuple[State, dict[str, Any]]:
